@@ -111,9 +111,7 @@ def write_adapter(folder: Path, adapter: Adapter, table: Mapping[str, Source], f
         raise ValueError(f"format {format!r} is not one of diffusers, peft")
     modules = torch_modules(adapter, table)
     prefix, name = ("base_model.model.", PEFT_FILE) if format == "peft" else ("transformer.", DIFFUSERS_FILE)
-    tensors = {
-        f"{prefix}{module}.lora_{half}.weight": value for module, pair in modules.items() for half, value in zip("AB", pair)
-    }
+    tensors = {f"{prefix}{module}.lora_{half}.weight": value for module, pair in modules.items() for half, value in zip("AB", pair)}
     path, R = Path(folder) / name, rank(adapter.lora)
     note = f"rank {R}, alpha {adapter.alpha:g} folded into lora_B: apply at strength 1"
     shapes = {key: (value.shape, value.dtype) for key, value in tensors.items()}
@@ -243,6 +241,8 @@ def _strength(path: Path, module: str, r: int, alphas: Mapping[str, float], conf
         stated_rank = int(_by_pattern(config.get("rank_pattern"), module, config.get("r", r)))
     except (TypeError, ValueError, AttributeError) as error:
         raise ValueError(f"{path}: its config gives no usable alpha and rank for {module} ({error})") from error
+    if stated is not None and not np.isfinite(stated):
+        raise ValueError(f"{path}: its config gives no usable alpha for {module} ({stated})")
     if stated_rank != r:
         raise ValueError(f"{path}: {module} has rank {r}, but the config says {stated_rank}")
     if stated is not None and alphas.get(module, stated) != stated:
