@@ -9,8 +9,9 @@ name, or that the file lacks, is an error.
 import json
 import os
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import jax
@@ -43,13 +44,13 @@ class Stored(NamedTuple):
       file: where it is.
       view: the sliceable view that safetensors gives.
       shape: its torch shape.
-      dtype: the numpy type it is stored in.
+      dtype: safetensors' name of the type it is stored in.
     """
 
     file: Path
     view: Any
     shape: tuple[int, ...]
-    dtype: np.dtype
+    dtype: str
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -183,8 +184,7 @@ def open_weights(folder: Path, variant: str | None = None) -> dict[str, Stored]:
       variant: see `find_files`.
 
     Raises:
-      ValueError: see `find_files` and `open_file`; also files that disagree with their index or with each other, and
-        tensors of a type that is not floating point.
+      ValueError: see `find_files` and `open_file`; also files that disagree with their index or with each other.
     """
     tensors: dict[str, Stored] = {}
     for path, promised in find_files(folder, variant).items():
@@ -196,9 +196,7 @@ def open_weights(folder: Path, variant: str | None = None) -> dict[str, Stored]:
             raise ValueError(f"{path}: repeats tensors of other files; {_listed(twice, 'among them')}")
         for name in names:
             view = handle.get_slice(name)
-            if view.get_dtype() not in DTYPES:
-                raise ValueError(f"{path}: {name} is of type {view.get_dtype()}; only {', '.join(DTYPES)} are read")
-            tensors[name] = Stored(path, view, tuple(view.get_shape()), DTYPES[view.get_dtype()])
+            tensors[name] = Stored(path, view, tuple(view.get_shape()), view.get_dtype())
     return tensors
 
 
@@ -212,7 +210,8 @@ def read_params(
     shapes: Any,
     dtype: Any,
     sharding: Any = None,
-    tied: Mapping[str, str] | None = None,
+    tied: Mapping[str, str] = MappingProxyType({}),
+    ignored: Collection[str] = (),
 ) -> dict:
     """A network's parameters, each array read slice by slice into its shards.
 
@@ -224,17 +223,18 @@ def read_params(
       sharding: a `jax.sharding.Sharding` for all, a tree of them that is a prefix of `shapes`, or None for the default device.
       tied: torch names that some writers store a second time, each with the name it repeats: they may be absent, and must hold
         the same values when they are there.
+      ignored: torch names of constants that the network makes itself; they may be absent.
 
     Returns:
       Nested dict of jax arrays, the structure of `shapes`.
 
     Raises:
-      ValueError: tensors missing, unexpected or of the wrong shape (all of them in one message), values that are not
-        finite, or tied tensors that differ.
+      ValueError: tensors missing, unexpected, or of the wrong shape or type (all of them in one message), values that are
+        not finite, or tied tensors that differ.
     """
     flat = flatten_dict(shapes, sep="/")
-    _account(tensors, table, flat, tied or {})
-    for copy, name in (tied or {}).items():
+    _account(tensors, table, flat, {*tied, *ignored})
+    for copy, name in tied.items():
         if copy in tensors and not np.array_equal(tensors[copy].view[...], tensors[name].view[...]):
             raise ValueError(f"{tensors[copy].file}: {copy} and {name} should be one tensor, but their values differ")
 
@@ -278,23 +278,25 @@ def _read(tensors: Mapping[str, Stored], source: Source, shape: tuple[int, ...],
     return jax.make_array_from_callback(tuple(shape), sharding, callback)
 
 
-def _account(tensors: Mapping[str, Stored], table: Mapping[str, Source], shapes: Mapping[str, Any], tied: Mapping[str, str]) -> None:
+def _account(tensors: Mapping[str, Stored], table: Mapping[str, Source], shapes: Mapping[str, Any], spare: set[str]) -> None:
     """Refuses anything but a one-to-one match of file, table and model."""
     if table.keys() != shapes.keys():
         raise ValueError(f"the name table and the model disagree; {_listed(table.keys() ^ shapes.keys(), 'differ in')}")
     named: set[str] = set()
-    wrong = []
+    wrong, types = [], []
     for path, source in table.items():
         expected = _torch_shape(source, tuple(shapes[path].shape), path)
         named.update(source.names)
         for name in source.names:
             if name in tensors and tensors[name].shape != expected:
                 wrong.append(f"{name} {list(tensors[name].shape)} instead of {list(expected)}")
+            if name in tensors and tensors[name].dtype not in DTYPES:
+                types.append(f"{name} ({tensors[name].dtype})")
     missing = named - tensors.keys()
-    unexpected = tensors.keys() - named - tied.keys()
-    if missing or unexpected or wrong:
+    unexpected = tensors.keys() - named - spare
+    if missing or unexpected or wrong or types:
         where = next((str(stored.file.parent) for stored in tensors.values()), "the weights")
-        kinds = ((missing, "missing"), (unexpected, "unexpected"), (wrong, "of the wrong shape"))
+        kinds = ((missing, "missing"), (unexpected, "unexpected"), (wrong, "of the wrong shape"), (types, "of a type that is not read"))
         found = "; ".join(f"{len(names)} {_listed(names, kind)}" for names, kind in kinds if names)
         raise ValueError(f"{where}: not the weights of this model: {found}")
 

@@ -215,10 +215,17 @@ def test_values_must_be_finite(tmp_path, value):
         read(save(tmp_path, tensors), dtype=jnp.float16)
 
 
-def test_integer_tensors_are_refused(tmp_path):
-    save(tmp_path, torch_tensors() | {"ids": np.arange(3)})
-    with pytest.raises(ValueError, match="ids is of type I64"):
-        weights.open_weights(tmp_path)
+def test_only_floating_point_parameters(tmp_path):
+    save(tmp_path, torch_tensors() | {"embed.bias": np.arange(16)})
+    with pytest.raises(ValueError, match=r"1 of a type that is not read: embed\.bias \(I64\)"):
+        read(tmp_path)
+
+
+def test_ignored_constants(tmp_path):
+    save(tmp_path, torch_tensors() | {"position_ids": np.arange(3)})
+    assert_equal(read(tmp_path, ignored=("position_ids",)), expected(torch_tensors()))
+    with pytest.raises(ValueError, match="1 unexpected: position_ids"):
+        read(tmp_path)
 
 
 def test_folders_without_usable_weights(tmp_path):
