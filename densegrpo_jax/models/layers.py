@@ -214,7 +214,10 @@ def timestep_embedding(t: jax.Array, dim: int, max_period: float = 10000.0) -> j
     if t.ndim != 1 or dim % 2:
         raise ValueError(f"timestep_embedding needs t of shape [B] and an even dim, got t {t.shape} and dim {dim}")
     half = dim // 2
-    frequencies = jnp.exp(-np.log(max_period) * jnp.arange(half, dtype=jnp.float32) / half)
+    # Angles reach 1000, where one more rounding of a frequency is seen in the output: so these are constants, with the float32
+    # exponent that the networks were trained with and a correctly rounded exponential.
+    exponent = np.float32(-np.log(max_period)) * np.arange(half, dtype=np.float32) / np.float32(half)
+    frequencies = np.exp(exponent.astype(np.float64)).astype(np.float32)
     angles = t.astype(jnp.float32)[:, None] * frequencies[None]  # [B, dim/2]
     return jnp.concatenate([jnp.cos(angles), jnp.sin(angles)], axis=-1)
 
@@ -271,8 +274,8 @@ def unpatchify(x: jax.Array, patch: int, height: int, width: int) -> jax.Array:
     return x.transpose(0, 1, 3, 2, 4, 5).reshape(B, height, width, D // (patch * patch))
 
 
-def position_table(dim: int, grid: int, base: int) -> np.ndarray:
-    """Two-dimensional sine-cosine position table, made in float64 and rounded to float32.
+def position_table(dim: int, grid: int, base: int) -> jax.Array:
+    """Two-dimensional sine-cosine position table; the sines are made in float64 and rounded to float32.
 
     Args:
       dim: width, a multiple of 4: half for the column, half for the row, each sines then cosines.
@@ -280,7 +283,7 @@ def position_table(dim: int, grid: int, base: int) -> np.ndarray:
       base: side of the grid that positions are counted in: a step is base / grid.
 
     Returns:
-      [grid * grid, dim], row by row.
+      [grid * grid, dim], row by row, float32.
 
     Raises:
       ValueError: `dim` is not a multiple of 4.
@@ -288,9 +291,9 @@ def position_table(dim: int, grid: int, base: int) -> np.ndarray:
     if dim % 4:
         raise ValueError(f"position_table needs a width that is a multiple of 4, got {dim}")
     steps = np.arange(grid, dtype=np.float32) / np.float32(grid / base)
-    omega = 10000.0 ** -(np.arange(dim // 4, dtype=np.float64) / (dim / 4))
+    omega = 10000.0 ** -(np.arange(dim // 4) / (dim / 4))
     angles = steps.astype(np.float64)[:, None] * omega[None]
-    line = np.concatenate([np.sin(angles), np.cos(angles)], axis=1)  # [grid, dim/2]
-    column = np.broadcast_to(line[None], (grid, grid, dim // 2))
-    row = np.broadcast_to(line[:, None], (grid, grid, dim // 2))
-    return np.concatenate([column, row], axis=2).reshape(grid * grid, dim).astype(np.float32)
+    line = jnp.asarray(np.concatenate([np.sin(angles), np.cos(angles)], axis=1), jnp.float32)  # [grid, dim/2]
+    column = jnp.broadcast_to(line[None], (grid, grid, dim // 2))
+    row = jnp.broadcast_to(line[:, None], (grid, grid, dim // 2))
+    return jnp.concatenate([column, row], axis=2).reshape(grid * grid, dim)

@@ -238,8 +238,7 @@ class PatchEmbed(nn.Module):
         tokens = Patches(D, cfg.patch_size, self.dtype, name="proj")(latents)
 
         def init_table(_, shape):
-            table = position_table(D, cfg.pos_embed_max_size, cfg.sample_size // cfg.patch_size)
-            return jnp.asarray(table).reshape(shape)
+            return position_table(D, cfg.pos_embed_max_size, cfg.sample_size // cfg.patch_size).reshape(shape)
 
         table = jax.lax.stop_gradient(self.param("table", init_table, (1, cfg.pos_embed_max_size**2, D)))
         table = table.reshape(1, cfg.pos_embed_max_size, cfg.pos_embed_max_size, D).astype(jnp.float32)
