@@ -1,5 +1,8 @@
 """Spatial credit: log-probabilities, ratios and advantages per image token instead of per image.
 
+The loss of a token is `objective.surrogate(token_log_ratio(...), advantage[:, None] * token_credit(...), clip_range)`, averaged over
+tokens; log-ratios are sums over a token here, not means over the image, so that a clip range of .2 is usual.
+
 Reference: SGA-Flow-GRPO, arXiv 2609.32340, and its released code; what is said to be ours is not in them.
 Shapes: B trajectories, N image tokens (a patch of the latent grid, row by row), H W C height, width, channels of the latents.
 """
@@ -8,6 +11,9 @@ from typing import Literal
 
 import jax
 import jax.numpy as jnp
+
+from densegrpo_jax.flow import kernels
+from densegrpo_jax.flow.kernels import Kernel
 
 # Keeps a gradient map that is mostly constant finite; gradients of a mean-like reward are about 1e-6 a pixel.
 MAD_EPS = 1e-12
@@ -34,12 +40,12 @@ def sum_per_token(values: jax.Array, patch: int = 2) -> jax.Array:
     return values.reshape(b, h // patch, patch, w // patch, patch, c).sum(axis=(2, 4, 5)).reshape(b, -1)
 
 
-def token_log_prob(x_next: jax.Array, mean: jax.Array, std: jax.Array, patch: int = 2) -> jax.Array:
-    """Log-density of a Gaussian step, summed per token; the sum over tokens is the joint log-density.
+def token_log_prob(kernel: Kernel, x: jax.Array, velocity: jax.Array, x_next: jax.Array, patch: int = 2) -> jax.Array:
+    """Log-density of a step, summed per token; the sum over tokens is the joint log-density.
 
     Args:
-      x_next, mean: [B, H, W, C] or [B, N, C], f32.
-      std: [B], standard deviation of the step; where it is 0 there is no density and the result is 0.
+      kernel: leaves scalar or [B]; where std is 0 there is no density and the result is 0.
+      x, velocity, x_next: [B, H, W, C] or packed [B, N, C], f32.
       patch: see `sum_per_token`.
 
     Returns:
@@ -48,25 +54,20 @@ def token_log_prob(x_next: jax.Array, mean: jax.Array, std: jax.Array, patch: in
     Raises:
       ValueError: shapes that differ, or a type below f32.
     """
-    _check(std, x_next, mean)
-    noisy, std = _safe_std(std, x_next.ndim)
-    z = (x_next - mean) / std
-    log_prob = sum_per_token(-0.5 * z**2 - jnp.log(std) - 0.5 * jnp.log(2 * jnp.pi), patch)
-    return jnp.where(noisy, log_prob, 0.0)
+    _check(x, velocity, x_next)
+    std, live = _safe_std(kernel, x)
+    z = (x_next - kernels.transition_mean(kernel, x, velocity)) / std
+    return jnp.where(live, sum_per_token(-0.5 * z**2 - jnp.log(std) - 0.5 * jnp.log(2 * jnp.pi), patch), 0.0)
 
 
-def token_log_ratio(
-    velocity: jax.Array, velocity_old: jax.Array, noise: jax.Array, slope: jax.Array, std: jax.Array, patch: int = 2
-) -> jax.Array:
-    """Log of new over old density of a step, per token, from the velocities; exactly 0 when they agree.
+def token_log_ratio(kernel: Kernel, velocity_new: jax.Array, velocity_old: jax.Array, noise: jax.Array, patch: int = 2) -> jax.Array:
+    """Log of new over old density of a step, per token: `kernels.log_ratio` with sums over tokens in place of its mean.
 
-    With a mean A x + b v and the noise e that was drawn, d = b (v_old - v) / std gives log r = -sum(e d + d^2 / 2) without the
-    cancellation of a difference of log-densities.
+    log r = -sum(e d + d^2 / 2) with d = v_coef (v_old - v_new) / std and the injected noise e; exactly 0 when the velocities agree.
 
     Args:
-      velocity, velocity_old, noise: [B, H, W, C] or [B, N, C], f32.
-      slope: [B], b = d mean / d v.
-      std: [B]; where it is 0 the result is 0.
+      kernel: leaves scalar or [B]; where std is 0 the result is 0.
+      velocity_new, velocity_old, noise: [B, H, W, C] or packed [B, N, C], f32.
       patch: see `sum_per_token`.
 
     Returns:
@@ -75,29 +76,10 @@ def token_log_ratio(
     Raises:
       ValueError: shapes that differ, or a type below f32.
     """
-    _check(std, velocity, velocity_old, noise)
-    noisy, std = _safe_std(std, velocity.ndim)
-    d = _expand(slope, velocity.ndim) * (velocity_old - velocity) / std
-    return jnp.where(noisy, -sum_per_token(noise * d + 0.5 * d**2, patch), 0.0)
-
-
-def token_surrogate(log_ratio: jax.Array, advantage: jax.Array, clip_range: float = 0.2) -> jax.Array:
-    """Clipped policy-gradient loss per token, averaged over tokens.
-
-    Args:
-      log_ratio, advantage: [B, N]; the advantage of a token is clip(A_step) times its credit.
-      clip_range: half width of the ratio's clip interval; .2 suits sums over a token, not means over the image.
-
-    Returns:
-      [B] loss, to be minimised.
-
-    Raises:
-      ValueError: wrong shapes.
-    """
-    if log_ratio.ndim != 2 or log_ratio.shape != advantage.shape:
-        raise ValueError(f"log_ratio and advantage must both be [B, N], got shapes {log_ratio.shape} and {advantage.shape}")
-    ratio = jnp.exp(log_ratio)
-    return jnp.maximum(-advantage * ratio, -advantage * jnp.clip(ratio, 1 - clip_range, 1 + clip_range)).mean(axis=-1)
+    _check(velocity_new, velocity_old, noise)
+    std, live = _safe_std(kernel, noise)
+    d = _per_trajectory(kernel.v_coef, noise) / std * (velocity_old - velocity_new)
+    return jnp.where(live, -sum_per_token(noise * d + 0.5 * d**2, patch), 0.0)
 
 
 def pixel_credit(gradient: jax.Array, *, temperature: float = 0.1, sign: Literal[-1, 1] = -1) -> jax.Array:
@@ -157,18 +139,20 @@ def token_credit(
     return confidence * pooled + (1 - confidence)
 
 
-def _check(std: jax.Array, first: jax.Array, *others: jax.Array) -> None:
-    if any(x.shape != first.shape for x in others) or std.shape != first.shape[:1]:
-        raise ValueError(f"latents must share one shape and std be [B]; got {[x.shape for x in (first, *others)]} and std {std.shape}")
-    if any(jnp.finfo(x.dtype).bits < 32 for x in (std, first, *others)):
-        raise ValueError(f"log-probabilities need f32 inputs, got {[x.dtype.name for x in (std, first, *others)]}")
+def _check(first: jax.Array, *others: jax.Array) -> None:
+    if any(x.shape != first.shape for x in others):
+        raise ValueError(f"latents, velocities and noise must share one shape; got {[x.shape for x in (first, *others)]}")
+    if any(jnp.finfo(x.dtype).bits < 32 for x in (first, *others)):
+        raise ValueError(f"log-probabilities need f32 inputs, got {[x.dtype.name for x in (first, *others)]}")
 
 
-def _expand(per_trajectory: jax.Array, ndim: int) -> jax.Array:
-    return per_trajectory.reshape(-1, *[1] * (ndim - 1))
+def _per_trajectory(value: jax.Array, like: jax.Array) -> jax.Array:
+    """A scalar or [B] as [B, 1, ...] beside `like` [B, ...]."""
+    return jnp.broadcast_to(jnp.asarray(value, like.dtype), like.shape[:1]).reshape(-1, *[1] * (like.ndim - 1))
 
 
-def _safe_std(std: jax.Array, ndim: int) -> tuple[jax.Array, jax.Array]:
-    """(std > 0) as [B, 1], and std broadcastable to latents with its zeros replaced by 1, so that no gradient meets 0 / 0."""
-    noisy = std > 0
-    return noisy[:, None], _expand(jnp.where(noisy, std, 1.0), ndim)
+def _safe_std(kernel: Kernel, like: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """std beside `like`, its zeros replaced by 1 so that no gradient meets 0 / 0; and [B, 1], True where it was not 0."""
+    std = _per_trajectory(kernel.std, like)
+    live = std > 0
+    return jnp.where(live, std, 1.0), live.reshape(-1, 1)

@@ -9,7 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from densegrpo_jax.credit import spatial
-
+from densegrpo_jax.flow import grid, kernels
+from densegrpo_jax.objective import surrogate
 
 pixel_credit = jax.jit(spatial.pixel_credit, static_argnames="sign")
 
@@ -18,12 +19,11 @@ def normal(seed, shape):
     return jax.random.normal(jax.random.key(seed), shape)
 
 
-def step(shape, seed=0):
-    """(velocity, velocity_old, noise, mean_old, slope [B], std [B]) of a Gaussian step with mean x + slope v."""
-    x, v_old, noise, delta = (normal(seed + i, shape) for i in range(4))
-    slope, std = -jnp.linspace(0.05, 0.2, shape[0]), jnp.linspace(0.1, 0.7, shape[0])
-    expand = (-1,) + (1,) * (len(shape) - 1)
-    return v_old + 0.01 * delta, v_old, noise, x + slope.reshape(expand) * v_old, slope, std
+def sampled(shape, seed=0):
+    """(kernel, x, velocity, noise) of steps of different noise."""
+    x, velocity, noise = (normal(10 * seed + i, shape) for i in range(3))
+    kernel = kernels.flow_sde(grid.uniform_sigmas(8), 0.7).at(jnp.arange(shape[0]) + 1)
+    return kernel, x, velocity, noise
 
 
 @pytest.mark.parametrize("patch", [1, 2, 4])
@@ -35,63 +35,78 @@ def test_tokens_are_patches_row_by_row(patch):
 
 
 def test_packed_and_unpacked_latents_agree():
-    velocity, velocity_old, noise, _, slope, std = step((2, 4, 6, 3))
+    kernel, _, velocity, noise = sampled((2, 4, 6, 3))
 
     def pack(x):
         return x.reshape(2, 2, 2, 3, 2, 3).swapaxes(2, 3).reshape(2, 6, 12)
 
-    unpacked = spatial.token_log_ratio(velocity, velocity_old, noise, slope, std)
-    packed = spatial.token_log_ratio(pack(velocity), pack(velocity_old), pack(noise), slope, std)
+    unpacked = spatial.token_log_ratio(kernel, 1.01 * velocity, velocity, noise)
+    packed = spatial.token_log_ratio(kernel, pack(1.01 * velocity), pack(velocity), pack(noise))
     np.testing.assert_allclose(packed, unpacked, rtol=1e-5, atol=1e-6)
 
 
 def test_log_prob_sums_to_the_joint_density():
-    _, _, noise, mean, _, std = step((3, 4, 4, 5))
-    x_next = mean + std[:, None, None, None] * noise
-    got = spatial.token_log_prob(x_next, mean, std)
+    kernel, x, velocity, noise = sampled((3, 4, 4, 5))
+    mean, std = kernels.transition_mean(kernel, x, velocity), kernel.std[:, None, None, None]
+    got = spatial.token_log_prob(kernel, x, velocity, mean + std * noise)
     assert got.shape == (3, 4)
-    joint = scipy.stats.norm.logpdf(np.float64(x_next), np.float64(mean), np.float64(std)[:, None, None, None]).sum(axis=(1, 2, 3))
+    joint = scipy.stats.norm.logpdf(np.float64(mean + std * noise), np.float64(mean), np.float64(std)).sum(axis=(1, 2, 3))
     np.testing.assert_allclose(got.sum(axis=1), joint, rtol=1e-5)
 
 
-@given(st.integers(0, 1000), st.sampled_from([(2, 4, 6, 3), (3, 5, 7)]))
-def test_log_ratio_is_the_difference_of_densities(seed, shape):
-    velocity, velocity_old, noise, mean_old, slope, std = step(shape, 10 * seed)
-    got = spatial.token_log_ratio(velocity, velocity_old, noise, slope, std)
+@pytest.mark.parametrize("shape", [(3, 4, 6, 5), (3, 6, 8)])
+@given(seed=st.integers(0, 1000))
+def test_log_ratio_sums_to_that_of_the_image(shape, seed):
+    kernel, _, velocity, noise = sampled(shape, seed)
+    new = velocity + 0.01 * normal(seed, shape)
+    size = np.prod(shape[1:])
+    expected = size * kernels.log_ratio(kernel, new, velocity, noise)
+    np.testing.assert_allclose(spatial.token_log_ratio(kernel, new, velocity, noise).sum(axis=1), expected, rtol=1e-4, atol=1e-6)
+
+
+def test_log_ratio_is_the_difference_of_log_probs_in_float64():
+    kernel, x, velocity, noise = sampled((3, 4, 4, 5))
+    new = velocity + 0.01 * normal(7, velocity.shape)
+    got = spatial.token_log_ratio(kernel, new, velocity, noise)
     with jax.enable_x64(True):
-        wide = [jnp.asarray(np.float64(x)) for x in (velocity, velocity_old, noise, mean_old, slope, std)]
-        velocity, velocity_old, noise, mean_old, slope, std = wide
-        expand = (-1,) + (1,) * (len(shape) - 1)
-        x_next = mean_old + std.reshape(expand) * noise
-        mean = mean_old + slope.reshape(expand) * (velocity - velocity_old)
-        expected = np.asarray(spatial.token_log_prob(x_next, mean, std) - spatial.token_log_prob(x_next, mean_old, std))
-    np.testing.assert_allclose(got, expected, rtol=1e-4, atol=1e-6)
+        kernel, x, velocity, noise, new = jax.tree.map(lambda leaf: jnp.asarray(np.float64(leaf)), (kernel, x, velocity, noise, new))
+        x_next = kernels.step(kernel, x, velocity, noise)
+        now, before = (np.asarray(spatial.token_log_prob(kernel, x, v, x_next)) for v in (new, velocity))
+    np.testing.assert_allclose(got, now - before, rtol=1e-4, atol=1e-6)
 
 
 def test_log_ratio_is_exactly_zero_for_equal_velocities():
-    _, velocity, noise, _, slope, std = step((2, 4, 4, 3))
-    assert (spatial.token_log_ratio(velocity, velocity, noise, slope, std) == 0).all()
+    kernel, _, velocity, noise = sampled((2, 4, 4, 3))
+    assert (spatial.token_log_ratio(kernel, velocity, velocity, noise) == 0).all()
+
+
+def test_one_kernel_for_all_trajectories():
+    kernel, x, velocity, noise = sampled((2, 4, 4, 3))
+    one, same = kernel.at(0), kernel.at(jnp.zeros(2, int))
+    for function in (spatial.token_log_ratio, spatial.token_log_prob):
+        np.testing.assert_array_equal(function(one, x, velocity, noise), function(same, x, velocity, noise))
 
 
 def test_a_step_without_noise_is_left_out(nan_checks):
-    velocity, velocity_old, noise, mean, slope, std = step((2, 4, 4, 3))
-    std = std.at[1].set(0.0)
+    kernel, x, velocity, noise = sampled((2, 4, 4, 3))
+    kernel = kernel._replace(std=kernel.std.at[1].set(0.0))
 
     @jax.jit
     @jax.grad
-    def gradient(velocity):
-        return spatial.token_log_ratio(velocity, velocity_old, noise, slope, std).sum()
+    def gradient(new):
+        return spatial.token_log_ratio(kernel, new, velocity, noise).sum() + spatial.token_log_prob(kernel, x, new, x).sum()
 
-    assert (gradient(velocity)[1] == 0).all() and (gradient(velocity)[0] != 0).any()
-    assert (spatial.token_log_prob(mean, mean, std)[1] == 0).all()
+    assert (gradient(2 * velocity)[1] == 0).all() and (gradient(2 * velocity)[0] != 0).any()
+    assert (spatial.token_log_prob(kernel, x, velocity, x)[1] == 0).all()
 
 
-def test_surrogate_against_loops():
-    log_ratio, advantage = 0.3 * normal(0, (2, 6)), normal(1, (2, 6))
-    expected = [
-        np.mean([-min(np.exp(l) * a, np.clip(np.exp(l), 0.8, 1.2) * a) for l, a in zip(*rows)]) for rows in zip(log_ratio, advantage)
-    ]
-    np.testing.assert_allclose(spatial.token_surrogate(log_ratio, advantage), expected, rtol=1e-5)
+def test_surrogate_per_token():
+    """The composition of the module's docstring, against loops."""
+    log_ratio, advantage, credit = 0.3 * normal(0, (2, 6)), normal(1, (2,)), jnp.abs(normal(2, (2, 6)))
+    got = surrogate(log_ratio, advantage[:, None] * credit, 0.2)
+    for b, n in np.ndindex(2, 6):
+        ratio, weight = np.exp(log_ratio[b, n]), advantage[b] * credit[b, n]
+        np.testing.assert_allclose(got[b, n], -min(ratio * weight, np.clip(ratio, 0.8, 1.2) * weight), rtol=1e-5)
 
 
 @pytest.mark.parametrize("normalise", ["max1", "mean1"])
@@ -126,17 +141,13 @@ def test_map_properties(seed, sign, confidence):
 
 
 def test_refusals():
-    latents, std = jnp.zeros((2, 4, 4, 3)), jnp.ones(2)
+    kernel, latents, *_ = sampled((2, 4, 4, 3))
     with pytest.raises(ValueError, match="multiples of patch 3"):
         spatial.sum_per_token(latents, 3)
     with pytest.raises(ValueError, match="f32"):
-        spatial.token_log_prob(latents.astype(jnp.bfloat16), latents, std)
+        spatial.token_log_prob(kernel, latents.astype(jnp.bfloat16), latents, latents)
     with pytest.raises(ValueError, match="share one shape"):
-        spatial.token_log_ratio(latents, latents, latents[:, :2], std, std)
-    with pytest.raises(ValueError, match="share one shape"):
-        spatial.token_log_prob(latents, latents, jnp.ones(1))
-    with pytest.raises(ValueError, match=r"\[B, N\]"):
-        spatial.token_surrogate(jnp.zeros((2, 4)), jnp.zeros(2))
+        spatial.token_log_ratio(kernel, latents, latents, latents[:, :2])
     with pytest.raises(ValueError, match="norm over RGB"):
         spatial.pixel_credit(latents)
     with pytest.raises(ValueError, match="sign"):
