@@ -13,13 +13,13 @@ TRAIN_STEPS = 1000  # length of the training schedule that diffusers' scheduler 
 def shift_sigma(sigma: np.ndarray | float, shift: float) -> np.ndarray:
     """Moves noise levels towards noise: sigma -> shift sigma / (1 + (shift - 1) sigma); `shift = exp(mu)` is FLUX's form."""
     sigma = np.asarray(sigma, np.float64)
-    return shift * sigma / (1.0 + (shift - 1.0) * sigma)
+    return shift * sigma / (shift * sigma + (1.0 - sigma))  # this form keeps 1 at exactly 1
 
 
 def unshift_sigma(sigma: np.ndarray | float, shift: float) -> np.ndarray:
     """The inverse of `shift_sigma`."""
     sigma = np.asarray(sigma, np.float64)
-    return sigma / (shift - (shift - 1.0) * sigma)
+    return sigma / (sigma + shift * (1.0 - sigma))
 
 
 def uniform_sigmas(num_steps: int, shift: float = 1.0) -> np.ndarray:
