@@ -24,6 +24,7 @@ from densegrpo_jax.models.source import Source
 
 STEMS = ("diffusion_pytorch_model", "model")  # what diffusers and transformers call their weight files
 COMPONENTS = ("transformer", "vae", "text_encoder", "text_encoder_2", "text_encoder_3")
+TOKENIZERS = ("tokenizer", "tokenizer_2", "tokenizer_3")
 LISTED = 12  # how many names of a kind an error spells out
 
 # safetensors' names of the types we read and write
@@ -89,7 +90,7 @@ def find_folder(model: str | Path, variant: str | None = None) -> Path:
                 allow_patterns=[
                     "model_index.json",
                     "scheduler/*.json",
-                    *(f"tokenizer{n}/*" for n in ("", "_2", "_3")),
+                    *(f"{t}/*" for t in TOKENIZERS),
                     *(f"{c}/config.json" for c in COMPONENTS),
                     *(f"{c}/{weights}" for c in COMPONENTS),
                 ],
@@ -233,7 +234,7 @@ def read_params(
         not finite, or tied tensors that differ.
     """
     flat = flatten_dict(shapes, sep="/")
-    _account(tensors, table, flat, {*tied, *ignored})
+    check_tensors(tensors, table, shapes, {*tied, *ignored})
     for copy, name in tied.items():
         if copy in tensors and not np.array_equal(tensors[copy].view[...], tensors[name].view[...]):
             raise ValueError(f"{tensors[copy].file}: {copy} and {name} should be one tensor, but their values differ")
@@ -278,8 +279,9 @@ def _read(tensors: Mapping[str, Stored], source: Source, shape: tuple[int, ...],
     return jax.make_array_from_callback(tuple(shape), sharding, callback)
 
 
-def _account(tensors: Mapping[str, Stored], table: Mapping[str, Source], shapes: Mapping[str, Any], spare: set[str]) -> None:
-    """Refuses anything but a one-to-one match of file, table and model."""
+def check_tensors(tensors: Mapping[str, Stored], table: Mapping[str, Source], shapes: Any, spare: Collection[str] = ()) -> None:
+    """Raises ValueError unless file, name table and model match one to one; `spare` torch names may be in the file besides."""
+    shapes = flatten_dict(shapes, sep="/")
     if table.keys() != shapes.keys():
         raise ValueError(f"the name table and the model disagree; {_listed(table.keys() ^ shapes.keys(), 'differ in')}")
     named: set[str] = set()
@@ -293,7 +295,7 @@ def _account(tensors: Mapping[str, Stored], table: Mapping[str, Source], shapes:
             if name in tensors and tensors[name].dtype not in DTYPES:
                 types.append(f"{name} ({tensors[name].dtype})")
     missing = named - tensors.keys()
-    unexpected = tensors.keys() - named - spare
+    unexpected = tensors.keys() - named - set(spare)
     if missing or unexpected or wrong or types:
         where = next((str(stored.file.parent) for stored in tensors.values()), "the weights")
         kinds = ((missing, "missing"), (unexpected, "unexpected"), (wrong, "of the wrong shape"), (types, "of a type that is not read"))
