@@ -1,6 +1,6 @@
 """The whole path from text to pixels equals diffusers', and what the model cannot do is refused by name."""
 
-import dataclasses
+import functools
 import json
 import shutil
 
@@ -38,7 +38,8 @@ def pipe(folder):
 def torch_pipeline(folder):
     from diffusers import StableDiffusion3Pipeline
 
-    reference = StableDiffusion3Pipeline.from_pretrained(folder)
+    absent = {} if (folder / "text_encoder_3").exists() else {"text_encoder_3": None, "tokenizer_3": None}
+    reference = StableDiffusion3Pipeline.from_pretrained(folder, **absent)
     reference.set_progress_bar_config(disable=True)
     return reference
 
@@ -64,15 +65,22 @@ def our_image(pipe, noise, guidance, steps, prompts=PROMPTS, negative="blue dog"
     cond = pipeline.encode_prompts(pipe, [*prompts, negative], LENGTH)
     uncond = jax.tree.map(lambda x: x[-1:], cond) if guidance > 1 else None
     cond = jax.tree.map(lambda x: x[:-1], cond)
-    model = pipeline.network(pipe.configs, jnp.float32)
+    params = {name: pipe.params[name] for name in ("transformer", "vae")}
+    return np.asarray(_sampler(steps, *pipe.configs.networks.items())(params, lora, noise, cond, uncond, guidance))
 
-    @jax.jit
-    def run(params, lora, noise, cond, uncond):
+
+@functools.cache
+def _sampler(steps, *networks):
+    """One program per size and kind of guidance."""
+    configs = pipeline.Configs("StableDiffusion3Pipeline", dict(networks), 3.0)
+    model, plan = pipeline.network(configs), flow.plan(pipeline.sigmas(configs, steps))
+
+    def run(params, lora, noise, cond, uncond, guidance):
         velocity = pipeline.velocity(model, params["transformer"], lora, uncond, guidance)
-        plan = flow.plan(pipeline.sigmas(pipe.configs, steps))
-        return pipeline.decode(pipe.configs, params["vae"], flow.integrate(lambda x, s: velocity(x, s, cond), noise, plan))
+        latents = flow.integrate(lambda x, sigma: velocity(x, sigma, cond), noise, plan)
+        return pipeline.decode(configs, params["vae"], latents)
 
-    return np.asarray(run(pipe.params, lora, noise, cond, uncond))
+    return jax.jit(run)
 
 
 def noise_of(pipe, height, width, count=2):
@@ -112,7 +120,9 @@ def test_without_t5(without_t5):
 
 
 @pytest.mark.parity
-@pytest.mark.parametrize("prompts", [[""], ["a red cat", "the dog says hello to the blue cat on the red sign " * 3], ["ünïcode — 猫", "A RED  cat"]])
+@pytest.mark.parametrize(
+    "prompts", [[""], ["a red cat", "the dog says hello to the blue cat on the red sign " * 3], ["ünïcode — 猫", "A RED  cat"]]
+)
 def test_encoding_equals_diffusers(folder, pipe, prompts):
     with torch.no_grad():
         context, uncond, pooled, uncond_pooled = torch_pipeline(folder).encode_prompt(prompts, None, None, max_sequence_length=LENGTH)
@@ -287,7 +297,7 @@ def edit(path, **changes):
 
 
 BAD_FOLDERS = {
-    "another model": (lambda f: edit(f / "model_index.json", _class_name="StableDiffusionXLPipeline"), "'StableDiffusionXLPipeline' is not"),
+    "another model": (lambda f: edit(f / "model_index.json", _class_name="UNet"), "'UNet' is not supported; choose"),
     "no index": (lambda f: (f / "model_index.json").unlink(), r"model_index\.json: cannot be read"),
     "no encoder": (lambda f: edit(f / "model_index.json", text_encoder=[None, None]), "has no text_encoder, which"),
     "no config": (lambda f: (f / "vae/config.json").unlink(), r"vae/config\.json: cannot be read"),
@@ -298,7 +308,7 @@ BAD_FOLDERS = {
     "no weights": (lambda f: (f / "text_encoder_2/model.safetensors").unlink(), r"text_encoder_2: has no .*model\.safetensors"),
     "cut weights": (lambda f: (f / "vae/diffusion_pytorch_model.safetensors").write_bytes(b"cut"), "vae/.*not a readable safetensors"),
     "bad tokenizer": (lambda f: (f / "tokenizer_2/tokenizer.json").write_text("{}"), "tokenizer_2: not a readable tokenizer"),
-    "foreign tokenizer": (lambda f: edit(f / "text_encoder/config.json", vocab_size=100), "tokenizer: has 212 tokens, but text_encoder embeds 100"),
+    "foreign tokenizer": (lambda f: edit(f / "text_encoder/config.json", vocab_size=100), "tokenizer: has 212 .* embeds 100"),
 }
 
 
@@ -310,7 +320,3 @@ def test_refuses_folders(folder, tmp_path, case):
     with pytest.raises(ValueError, match=message) as error:
         pipeline.load(copy, jnp.float32)
     assert "\n" not in str(error.value)
-
-
-def test_pipeline_is_plain_data(pipe):
-    assert dataclasses.is_dataclass(pipe) and {field.name for field in dataclasses.fields(pipe)} == {"configs", "params", "tokenizers", "dtype"}
