@@ -1,8 +1,8 @@
 """Reading a component's config.json into a frozen dataclass, refusing whatever the network does not implement."""
 
-import dataclasses
 from collections.abc import Mapping, Set
-from typing import Any
+from types import UnionType
+from typing import Any, get_args, get_origin, get_type_hints
 
 # What transformers writes into every config.json: labels, text generation, bookkeeping. None of it changes an encoder's output.
 TRANSFORMERS_KEYS = frozenset(
@@ -23,7 +23,7 @@ def read_fields(cls: type, values: Mapping[str, Any], fixed: Mapping[str, Any], 
     """The fields of a config dataclass found in a component's config.json.
 
     Args:
-      cls: the dataclass; its defaults are those of the library that wrote the file.
+      cls: the dataclass; its types are what the values are held to, its defaults those of the library that wrote the file.
       values: the parsed config.json.
       fixed: options that are not implemented, each with the one value that means its absence.
       ignored: keys that do not change the network's output.
@@ -32,12 +32,23 @@ def read_fields(cls: type, values: Mapping[str, Any], fixed: Mapping[str, Any], 
       Arguments for `cls`; lists have become tuples.
 
     Raises:
-      ValueError: a key that is neither a field, nor fixed, nor ignored; or a fixed one of another value.
+      ValueError: a key that is neither a field, nor fixed, nor ignored; a fixed one of another value; a field of another type.
     """
-    fields = {field.name for field in dataclasses.fields(cls)}
+    fields = get_type_hints(cls)
     for key, value in values.items():
         if key in fixed and value != fixed[key]:
             raise ValueError(f"{cls.__name__}: {key} = {value!r} is not supported, only {fixed[key]!r}")
+        if key in fields and not _fits(value, fields[key]):
+            raise ValueError(f"{cls.__name__}: {key} = {value!r} should be of type {getattr(fields[key], '__name__', fields[key])}")
         if key not in fields and key not in fixed and key not in ignored:
             raise ValueError(f"{cls.__name__}: unknown option {key} = {value!r}; this network does not implement it")
     return {key: tuple(value) if isinstance(value, list) else value for key, value in values.items() if key in fields}
+
+
+def _fits(value: Any, kind: Any) -> bool:
+    """Whether a JSON value is of a field's type: a plain type, a union of them, or a tuple of one."""
+    if isinstance(kind, UnionType):
+        return any(_fits(value, option) for option in get_args(kind))
+    if get_origin(kind) is tuple:
+        return isinstance(value, list | tuple) and all(_fits(entry, get_args(kind)[0]) for entry in value)
+    return type(value) is kind or (kind is float and type(value) is int)

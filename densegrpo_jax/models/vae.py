@@ -73,7 +73,8 @@ class VAEConfig:
         Raises:
           ValueError: an unknown key, or an option of another value than is implemented; both are named.
         """
-        levels = len(values.get("block_out_channels", cls.block_out_channels))
+        widths = values.get("block_out_channels", cls.block_out_channels)
+        levels = len(widths) if isinstance(widths, list | tuple) else 0
         fixed = {
             "_class_name": "AutoencoderKL",
             "act_fn": "silu",
@@ -233,7 +234,7 @@ class SpatialAttention(nn.Module):
         B, h, w, C = x.shape
         y = GroupNorm(self.groups, self.dtype, name="group_norm")(x).reshape(B, h * w, C)
         q, k, v = (Dense(C, dtype=self.dtype, name=name)(y)[:, :, None] for name in ("to_q", "to_k", "to_v"))  # [B, N, 1, C]
-        y = attention(q, k, v, impl="xla").reshape(B, h * w, C)
+        y = attention(q, k, v, impl="xla").reshape(B, h * w, C)  # heads this wide are beyond the flash kernels
         return x + Dense(C, dtype=self.dtype, name="to_out")(y).reshape(x.shape)
 
 
