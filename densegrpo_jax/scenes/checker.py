@@ -290,7 +290,7 @@ def _score_words(pixels, requests, mode):
         clause = request["include"][0]
         terms = [max(0.0, 1.0 - edit_distance(text, clause["text"]) / len(clause["text"]))]
         if "color" in clause:
-            terms.append(float(_COLOR_NAMES[color] == clause["color"]))
+            terms.append(float(text != "" and _COLOR_NAMES[color] == clause["color"]))
         scores.append(float(min(terms) == 1.0) if mode == "strict" else float(np.mean(terms)))
     return scores
 
@@ -318,7 +318,7 @@ def _templates():
 
 def _masses(pixels):
     """Returns the soft mass of each palette colour in [0, 1], [N, 8, 32, 32]: how far from background to colour, off that line less."""
-    offset = pixels - _BACKGROUND
+    offset = pixels - _BACKGROUND[None, None, None]
     axis = jnp.asarray(_PALETTE - _BACKGROUND)
     along = jnp.einsum("nhwc,kc->nkhw", offset, axis) / (axis**2).sum(-1)[None, :, None, None]
     along = jnp.clip(along, 0.0, 1.0)

@@ -244,14 +244,14 @@ def _noun(clause: dict) -> str:
 
 
 def _phrase(rng, tag, include) -> str:
-    """Phrases a request; at most fourteen words, so that sixteen tokens hold it."""
+    """Phrases a request; at most eleven words, or as many tokens with the letters of a word."""
     opening = str(rng.choice(["a photo of ", "a picture of ", "a drawing of ", ""]))
     if tag == "word":
         text, color = f'"{include[0]["text"]}"', include[0].get("color")
         if color:
             sign = [f"{_article(color)} sign that reads {text}", f"the word {text} in {color}", f"{opening}the {color} word {text}"]
         else:
-            sign = [f"a sign that reads {text}", f"{opening}the word {text}", f"{opening}a sign with the word {text}"]
+            sign = [f"a sign that reads {text}", f"{opening}the word {text}", f"a sign with the word {text}"]
         return str(rng.choice(sign))
     if tag == "counting":
         phrase = f"{NUMBERS[include[0]['count']]} {_noun(include[0])}"
@@ -292,10 +292,10 @@ def coverage(shape: str, x, y, radius):
     elif shape == "star":  # five points; fold into half a point, then one straight edge
         angle = np.abs((np.arctan2(x, -y) + np.pi / 5) % (2 * np.pi / 5) - np.pi / 5)
         distance = np.hypot(x, y)
-        tip, notch = 1.25 * radius, 0.55 * radius
+        tip, notch = 1.2 * radius, 0.56 * radius
         ex, ey = notch * np.cos(np.pi / 5) - tip, notch * np.sin(np.pi / 5)  # from the tip to the notch
         px, py = distance * np.cos(angle) - tip, distance * np.sin(angle)
-        outside = (ex * py - ey * px) / -np.hypot(ex, ey)
+        outside = np.maximum((ex * py - ey * px) / -np.hypot(ex, ey), distance - tip)
     elif shape == "ring":
         outside = np.abs(np.hypot(x, y) - 0.78 * radius) - 0.25 * radius
     elif shape == "cross":
