@@ -11,7 +11,17 @@ from densegrpo_jax import pipeline
 from densegrpo_jax.models import lora as loras
 from densegrpo_jax.models.adapter import Adapter, torch_modules, write_adapter
 from densegrpo_jax.models.source import Source
-from densegrpo_jax.models.weights import COMPONENTS, DTYPES, TOKENIZERS, find_files, find_folder, open_file, write_safetensors
+from densegrpo_jax.models.weights import (
+    COMPONENTS,
+    DTYPES,
+    TOKENIZERS,
+    check_tensors,
+    find_files,
+    find_folder,
+    open_file,
+    open_weights,
+    write_safetensors,
+)
 
 Format = Literal["diffusers", "peft", "merged"]
 WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".msgpack")
@@ -34,7 +44,8 @@ def export(adapter: Adapter, model: str | Path, format: Format, out: Path, varia
       `out`.
 
     Raises:
-      ValueError: an unknown format or dtype, an adapter that does not fit the model, or an `out` that holds something already.
+      ValueError: an unknown format or dtype, an adapter that does not fit the model, a model that cannot be read, or an `out` that
+        holds something already.
     """
     if format not in get_args(Format):
         raise ValueError(f"format {format!r} is not one of {', '.join(get_args(Format))}")
@@ -46,9 +57,10 @@ def export(adapter: Adapter, model: str | Path, format: Format, out: Path, varia
         raise ValueError(f"{out} exists already; choose an empty or new folder")
     folder = find_folder(model, variant)
     configs = pipeline.read_configs(folder)
-    loras.check(pipeline.abstract_params(configs, "transformer"), adapter.lora)
-    table = pipeline.name_table(configs, "transformer")
+    table, shapes = pipeline.name_table(configs, "transformer"), pipeline.abstract_params(configs, "transformer")
+    loras.check(shapes, adapter.lora)
     if format == "merged":
+        check_tensors(open_weights(folder / "transformer", variant), table, shapes)
         merge(adapter, folder, out, table, variant, stored[dtype])
     else:
         write_adapter(out, adapter, table, format)

@@ -74,17 +74,21 @@ FAMILIES: dict[str, dict[str, Network]] = {
 
 
 class Configs(NamedTuple):
-    """What a folder says about its model.
+    """What a folder says about its model; hashable, so it may be a static argument of a jitted function.
 
     Attributes:
       family: class name in model_index.json.
-      networks: config of each component that is present.
       shift: of the noise schedule.
+      transformer, vae, text_encoder, text_encoder_2, text_encoder_3: config of each component; None where a folder has none.
     """
 
     family: str
-    networks: dict[str, Any]
     shift: float
+    transformer: Any
+    vae: Any
+    text_encoder: Any
+    text_encoder_2: Any = None
+    text_encoder_3: Any = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -136,7 +140,12 @@ def read_configs(folder: Path) -> Configs:
             networks[name] = network.config.from_json(read_json(path))
         except (ValueError, TypeError) as error:
             raise ValueError(f"{path}: {error}") from error
-    return Configs(family, networks, _read_shift(folder / "scheduler" / "scheduler_config.json"))
+    return Configs(family, _read_shift(folder / "scheduler" / "scheduler_config.json"), **networks)
+
+
+def components(configs: Configs) -> tuple[str, ...]:
+    """Names of the components that the folder has."""
+    return tuple(name for name in COMPONENTS if getattr(configs, name) is not None)
 
 
 def _read_shift(path: Path) -> float:
@@ -163,19 +172,19 @@ def _read_shift(path: Path) -> float:
 
 def name_table(configs: Configs, component: str) -> dict[str, Source]:
     """The name table of a component; see models/source.py."""
-    return FAMILIES[configs.family][component].name_table(configs.networks[component])
+    return FAMILIES[configs.family][component].name_table(getattr(configs, component))
 
 
 def abstract_params(configs: Configs, component: str) -> dict:
     """Shapes of a component's parameters, as a nested dict of `jax.ShapeDtypeStruct`."""
     init = FAMILIES[configs.family][component].init
-    return jax.eval_shape(lambda key: init(key, configs.networks[component]), jax.random.key(0))
+    return jax.eval_shape(lambda key: init(key, getattr(configs, component)), jax.random.key(0))
 
 
 def load(
     model: str | Path,
     dtype: Any = jnp.bfloat16,
-    components: Sequence[str] | None = None,
+    only: Sequence[str] | None = None,
     variant: str | None = None,
     sharding: Callable[[str, dict], Any] | None = None,
 ) -> Pipeline:
@@ -184,7 +193,7 @@ def load(
     Args:
       model: the folder, or a Hugging Face id.
       dtype: float32 or bfloat16, of the transformer and the text encoders, their weights included. The autoencoder is float32.
-      components: whose parameters to read; None for all. Configs and tokenizers are read always.
+      only: the components whose parameters to read; None for all. Configs and tokenizers are read always.
       variant: which weights, "fp16" or "bf16"; None for the unnamed ones.
       sharding: (component, shapes) -> where its parameters go, see `weights.read_params`; None for one device.
 
@@ -198,12 +207,12 @@ def load(
         raise ValueError(f"dtype {jnp.dtype(dtype).name}: choose float32 or bfloat16 (float16 overflows in T5 and in long training)")
     folder = find_folder(model, variant)
     configs = read_configs(folder)
-    components = tuple(configs.networks) if components is None else tuple(components)
-    if unknown := sorted(set(components) - set(configs.networks)):
-        raise ValueError(f"{folder}: has no component {', '.join(unknown)}; it has {', '.join(configs.networks)}")
+    present = components(configs)
+    if unknown := sorted(set(only or ()) - set(present)):
+        raise ValueError(f"{folder}: has no component {', '.join(unknown)}; it has {', '.join(present)}")
     tokenizers = _read_tokenizers(folder, configs)
     params = {}
-    for name in components:
+    for name in present if only is None else only:
         network, shapes = FAMILIES[configs.family][name], abstract_params(configs, name)
         params[name] = read_params(
             open_weights(folder / name, variant),
@@ -222,13 +231,13 @@ def _read_tokenizers(folder: Path, configs: Configs) -> dict[str, Any]:
 
     tokenizers = {}
     for name, encoder, cls in zip(TOKENIZERS, COMPONENTS[2:], (CLIPTokenizer, CLIPTokenizer, T5TokenizerFast)):
-        if encoder in configs.networks:
+        if encoder in components(configs):
             try:
                 tokenizers[name] = cls.from_pretrained(folder / name, local_files_only=True)
             except Exception as error:  # the tokenizers library raises bare Exception for what it cannot parse
                 reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
                 raise ValueError(f"{folder / name}: not a readable tokenizer ({reason})") from error
-            limit, entries = len(tokenizers[name]), configs.networks[encoder].vocab_size
+            limit, entries = len(tokenizers[name]), getattr(configs, encoder).vocab_size
             if limit > entries:
                 raise ValueError(f"{folder / name}: has {limit} tokens, but {encoder} embeds {entries}")
     return tokenizers
@@ -273,24 +282,22 @@ def encode_prompts(
         batch = new[start : start + batch_size]
         ids = _tokenize(pipe, batch + [""] * (batch_size - len(batch)), max_sequence_length)
         encoders = {name: pipe.params[name] for name in ids}
-        networks = tuple(pipe.configs.networks.items())
-        context, pooled = jax.device_get(_encode(networks, pipe.dtype, max_sequence_length, encoders, ids))
+        context, pooled = jax.device_get(_encode(pipe.configs, pipe.dtype, max_sequence_length, encoders, ids))
         cache.update({(prompt, max_sequence_length): (context[i], pooled[i]) for i, prompt in enumerate(batch)})
     rows = [cache[prompt, max_sequence_length] for prompt in prompts]
     return Conditioning(*(jnp.asarray(np.stack(parts)) for parts in zip(*rows)))
 
 
 @partial(jax.jit, static_argnums=(0, 1, 2))
-def _encode(networks, dtype, max_sequence_length, params, ids):
-    configs = dict(networks)
-    short = [clip.CLIPText(configs[name], dtype).apply({"params": params[name]}, ids[name]) for name in COMPONENTS[2:4]]
+def _encode(configs, dtype, max_sequence_length, params, ids):
+    short = [clip.CLIPText(getattr(configs, name), dtype).apply({"params": params[name]}, ids[name]) for name in COMPONENTS[2:4]]
     hidden = jnp.concatenate([output.penultimate for output in short], axis=-1)  # [P, L, D of both]
     pooled = jnp.concatenate([output.pooled for output in short], axis=-1)
-    width = configs["transformer"].joint_attention_dim
-    if "text_encoder_3" in configs:
-        long = t5.T5Encoder(configs["text_encoder_3"], dtype).apply({"params": params["text_encoder_3"]}, ids["text_encoder_3"])
-    else:
+    width = configs.transformer.joint_attention_dim
+    if configs.text_encoder_3 is None:
         long = jnp.zeros((hidden.shape[0], max_sequence_length, width), dtype)
+    else:
+        long = t5.T5Encoder(configs.text_encoder_3, dtype).apply({"params": params["text_encoder_3"]}, ids["text_encoder_3"])
     hidden = jnp.pad(hidden, ((0, 0), (0, 0), (0, width - hidden.shape[-1])))
     return Conditioning(jnp.concatenate([hidden, long], axis=1), pooled)
 
@@ -336,7 +343,7 @@ def _tokenize(pipe: Pipeline, prompts: list[str], max_sequence_length: int) -> d
 def network(configs: Configs, dtype: Any = jnp.float32, **options: Any) -> nn.Module:
     """The transformer as a module that maps (latents, sigma, context, pooled) to the velocity; `options` are its attributes
     (attention_impl, remat, scan_unroll, lora_scale)."""
-    return sd3.SD3Transformer(configs.networks["transformer"], dtype=dtype, **options)
+    return sd3.SD3Transformer(configs.transformer, dtype=dtype, **options)
 
 
 def velocity(
@@ -392,7 +399,7 @@ def sigmas(configs: Configs, num_steps: int) -> np.ndarray:
 
 def default_side(configs: Configs) -> int:
     """The side in pixels of the square images that the model is made for."""
-    return configs.networks["transformer"].sample_size * configs.networks["vae"].downsampling
+    return configs.transformer.sample_size * configs.vae.downsampling
 
 
 def latent_shape(configs: Configs, height: int, width: int) -> tuple[int, int, int]:
@@ -401,7 +408,7 @@ def latent_shape(configs: Configs, height: int, width: int) -> tuple[int, int, i
     Raises:
       ValueError: a size that the model cannot make, with the nearest ones that it can.
     """
-    transformer, factor = configs.networks["transformer"], configs.networks["vae"].downsampling
+    transformer, factor = configs.transformer, configs.vae.downsampling
     unit = factor * transformer.patch_size
     top = transformer.pos_embed_max_size * unit
     for name, side in (("height", height), ("width", width)):
@@ -423,7 +430,7 @@ def decode(configs: Configs, params: Mapping, latents: jax.Array, chunk: int | N
     Returns:
       Images [B, H, W, 3] in [0, 1], float32; NaN where the decoder's output is not finite.
     """
-    config = configs.networks["vae"]
+    config = configs.vae
 
     def one(latents: jax.Array) -> tuple[jax.Array]:
         images = vae.decode(params, config, vae.denormalize_latents(config, latents))

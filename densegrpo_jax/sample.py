@@ -143,26 +143,31 @@ def draw(
     count = len(noise)
     batch_size = min(batch_size, count)
     sigmas = jnp.asarray(pipeline.sigmas(pipe.configs, num_steps), jnp.float32)
-    step = jax.jit(partial(_euler_step, pipeline.network(pipe.configs, pipe.dtype)))
-    pixels = jax.jit(lambda params, x: pipeline.to_uint8(pipeline.decode(pipe.configs, params, x, chunk=1)))
+    model = pipeline.network(pipe.configs, pipe.dtype)
     images = []
     with tqdm(total=-(-count // batch_size) * num_steps, disable=not progress, unit="step") as bar:
         for start in range(0, count, batch_size):
             rows = np.minimum(np.arange(start, start + batch_size), count - 1)
             x, batch = noise[rows], jax.tree.map(lambda leaf, rows=rows: leaf[rows], cond)
             for i in range(num_steps):
-                x = step(pipe.params["transformer"], lora, x, sigmas[i], sigmas[i + 1], batch, uncond, guidance_scale)
+                x = _euler_step(model, pipe.params["transformer"], lora, x, sigmas[i], sigmas[i + 1], batch, uncond, guidance_scale)
                 bar.update()
-            image, finite = jax.device_get(pixels(pipe.params["vae"], x))
+            image, finite = jax.device_get(_pixels(pipe.configs, pipe.params["vae"], x))
             if not finite.all():
                 raise ValueError(f"image {start + int(np.argmin(finite))} is not finite: try dtype float32, or another adapter")
             images.append(image[: count - start])
     return np.concatenate(images)
 
 
+@partial(jax.jit, static_argnums=0)
 def _euler_step(model, params, lora, x, sigma, sigma_next, cond, uncond, guidance_scale):
     velocity = pipeline.velocity(model, params, lora, uncond, guidance_scale)
     return x + (sigma_next - sigma) * velocity(x, jnp.full(x.shape[:1], sigma), cond)
+
+
+@partial(jax.jit, static_argnums=0)
+def _pixels(configs, params, x):
+    return pipeline.to_uint8(pipeline.decode(configs, params, x, chunk=1))
 
 
 def grid(images: np.ndarray, columns: int, gap: int = 4) -> np.ndarray:
