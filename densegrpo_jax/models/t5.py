@@ -89,9 +89,8 @@ def relative_buckets(tokens: int, buckets: int, max_distance: int) -> np.ndarray
     offset = np.arange(tokens)[None] - np.arange(tokens)[:, None]
     half, exact = buckets // 2, buckets // 4
     distance = np.abs(offset)
-    # In float32 like the reference, which decides at distances that lie on an edge.
-    ratio = np.log(np.maximum(distance, 1).astype(np.float32) / np.float32(exact)) / np.float32(math.log(max_distance / exact))
-    far = np.minimum(exact + (ratio * np.float32(half - exact)).astype(np.int32), half - 1)
+    ratio = np.log(np.maximum(distance, 1) / exact) / math.log(max_distance / exact)
+    far = np.minimum(exact + (ratio * (half - exact)).astype(int), half - 1)
     return (half * (offset > 0) + np.where(distance < exact, distance, far)).astype(np.int32)
 
 
