@@ -47,6 +47,11 @@ class T5Config:
     def __post_init__(self):
         if self.feed_forward_proj not in FEED_FORWARD:
             raise ValueError(f"T5Config: feed_forward_proj {self.feed_forward_proj!r} is not supported, only {' and '.join(FEED_FORWARD)}")
+        if not 1 <= self.relative_attention_num_buckets // 4 < self.relative_attention_max_distance:
+            raise ValueError(
+                f"T5Config: relative_attention_num_buckets {self.relative_attention_num_buckets} must be at least 4, and a quarter of it "
+                f"less than relative_attention_max_distance {self.relative_attention_max_distance}"
+            )
 
     @property
     def gated(self) -> bool:

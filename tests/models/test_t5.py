@@ -207,6 +207,8 @@ def test_fresh_parameters_have_the_original_scales(small):
         ({"is_decoder": True}, "is_decoder"),
         ({"model_type": "umt5"}, "umt5"),
         ({"rope": 1}, "unknown option rope"),
+        ({"relative_attention_num_buckets": 3}, "relative_attention_num_buckets 3"),
+        ({"relative_attention_max_distance": 8}, "relative_attention_max_distance 8"),
     ],
 )
 def test_unsupported_configs_are_refused_by_name(change, message):
