@@ -11,13 +11,16 @@ VERSION = next(
 
 TORCH_PARITY = 'python_version < "3.12"'  # the parity suite is skipped, by name, where torch is absent
 
+OCR = ["rapidocr>=3.10", "onnxruntime>=1.20"]
+
 EXTRAS = {
     "tpu": ["jax[tpu]"],
     "cuda12": ["jax[cuda12]"],
     "cuda13": ["jax[cuda13]"],
-    "ocr": ["rapidocr>=3.10", "onnxruntime>=1.20"],
+    "ocr": OCR,
     "wandb": ["wandb"],
     "test": [
+        *OCR,
         "pytest>=8",
         "pytest-xdist>=3",
         "pytest-timeout>=2",
@@ -37,7 +40,8 @@ setup(
     long_description_content_type="text/markdown",
     license="Apache-2.0",
     python_requires=">=3.11",
-    packages=find_packages(include=["densegrpo_jax", "densegrpo_jax.*", "configs"]),
+    packages=[*find_packages(include=["densegrpo_jax", "densegrpo_jax.*"]), "densegrpo_jax_configs"],
+    package_dir={"densegrpo_jax_configs": "configs"},
     package_data={"densegrpo_jax": ["**/*.safetensors", "**/*.json", "**/*.txt", "**/*.html", "**/*.npz", "**/*.jsonl"]},
     install_requires=[
         "jax>=0.10.2",

@@ -111,19 +111,24 @@ def substep_branches(
     return tuple(result)
 
 
-def paired(sigmas: np.ndarray, scheme: tuple[Branch, ...]) -> tuple[Branch, ...]:
+def paired(sigmas: np.ndarray, scheme: tuple[Branch, ...], starts: np.ndarray | None = None) -> tuple[Branch, ...]:
     """Baselines for grid-consistent gains: for each branch from level i+1, the same plan from the ODE step out of x_i.
 
     The gain R(x_{i+1}) - R(x_i - h v_i), both sides completed by the same map, is 0 without noise under every solver and n. The baseline of
     the last step is the noise-free final latent.
 
+    Args:
+      sigmas: grid [T+1].
+      scheme: branches of the levels after the wanted steps.
+      starts: steps i that get a baseline; all by default.
+
     Returns:
-      Branches from levels 0 .. T-1 in order.
+      Branches, one per start.
     """
     by_start = {branch.start: branch.plan for branch in scheme}
     num_steps = len(sigmas) - 1
     result = []
-    for start in range(num_steps):
+    for start in range(num_steps) if starts is None else map(int, starts):
         first = plan(np.asarray(sigmas)[start : start + 2], "euler")
         rest = by_start.get(start + 1)
         if rest is None and start + 1 < num_steps:

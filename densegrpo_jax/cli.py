@@ -1,0 +1,93 @@
+"""The command line: `densegrpo COMMAND ...`."""
+
+import importlib.util
+import sys
+from pathlib import Path
+
+import densegrpo_jax_configs
+
+from densegrpo_jax import __version__
+from densegrpo_jax.config import Config
+
+CONFIGS = Path(densegrpo_jax_configs.__file__).parent
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Runs a command; returns the exit code: 0 done, 1 interrupted, 2 bad input (one line says what)."""
+    argv = sys.argv[1:] if argv is None else argv
+    if not argv or argv[0] in ("-h", "--help", "help"):
+        print(_overview())
+        return 0
+    if argv[0] == "--version":
+        print(__version__)
+        return 0
+    if argv[0] not in COMMANDS:
+        print(f"densegrpo: unknown command {argv[0]!r}; there are: {', '.join(COMMANDS)}", file=sys.stderr)
+        return 2
+    try:
+        return COMMANDS[argv[0]](argv[1:])
+    except (ValueError, OSError) as error:
+        print(f"densegrpo {argv[0]}: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print(f"densegrpo {argv[0]}: interrupted; the last checkpoint stands, the same command continues from it", file=sys.stderr)
+        return 1
+
+
+def load_config(name: str) -> Config:
+    """The config of a file, or of a name in configs/ ("toy", "configs/toy.py").
+
+    Raises:
+      ValueError: no such file, or one without `get_config`; lists what there is.
+    """
+    for path in (Path(name), CONFIGS / name, CONFIGS / f"{name}.py", CONFIGS / Path(name).name):
+        if path.is_file() and path.suffix == ".py":
+            break
+    else:
+        raise ValueError(f"no config {name!r}; there are:\n{_list_configs()}")
+    spec = importlib.util.spec_from_file_location(f"densegrpo_config_{path.stem}", path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    if not hasattr(module, "get_config"):
+        raise ValueError(f"{path}: a config file defines get_config() -> densegrpo_jax.config.Config")
+    return module.get_config()
+
+
+def _train(argv: list[str]) -> int:
+    """train CONFIG [--section.field VALUE ...]    fine-tune; the same command again continues"""
+    if not argv or argv[0] in ("-h", "--help"):
+        print(f"densegrpo {_train.__doc__}\n\nconfigs:\n{_list_configs()}\n\n`densegrpo train CONFIG --help` explains every field.")
+        return 0
+    import tyro
+
+    config = tyro.cli(Config, default=load_config(argv[0]), args=argv[1:], prog=f"densegrpo train {argv[0]}")
+    from densegrpo_jax.train.loop import train
+
+    print(f"report: {train(config)}")
+    return 0
+
+
+def _sample(argv: list[str]) -> int:
+    """sample FOLDER --prompt TEXT ...             draw images with a model folder, with or without an adapter"""
+    import tyro
+
+    from densegrpo_jax import sample
+
+    sample.main(tyro.cli(sample.Sample, args=argv, prog="densegrpo sample"))
+    return 0
+
+
+COMMANDS = {"train": _train, "sample": _sample}
+
+
+def _overview() -> str:
+    lines = "\n".join(f"  {command.__doc__}" for command in COMMANDS.values())
+    return f"densegrpo {__version__}: dense step-wise rewards for flow-matching text-to-image models, in JAX\n\n{lines}"
+
+
+def _list_configs() -> str:
+    rows = []
+    for path in sorted(set(CONFIGS.glob("*.py")) - {CONFIGS / "__init__.py"}):
+        first = path.read_text().lstrip().removeprefix('"""').splitlines()[0].removesuffix('"""')
+        rows.append(f"  {path.stem:<22} {first}")
+    return "\n".join(rows)

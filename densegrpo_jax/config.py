@@ -1,0 +1,296 @@
+"""Every setting of a run, as frozen dataclasses. A file in configs/ returns one `Config`; the command line overrides any field.
+
+`check` refuses settings that contradict each other, naming the field, its value and the valid choices.
+"""
+
+import dataclasses
+import math
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+from densegrpo_jax.flow.kernels import SAMPLERS
+
+
+@dataclass(frozen=True)
+class Model:
+    path: str = "toy"
+    """Model folder in diffusers layout or Hugging Face id; "toy" is a network of 8x8 pictures that is pretrained in seconds."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Compute and weight dtype of the network; latents, velocities and log-probabilities are float32 in any case."""
+    resolution: tuple[int, int] | None = None
+    """Height and width of the images in pixels; the model's own by default."""
+    max_sequence_length: int = 256
+    """T5 tokens per prompt, the same in sampling, training and evaluation."""
+    variant: str | None = None
+    """Which weight files of the folder: "fp16", "bf16", or the unnamed ones."""
+
+
+@dataclass(frozen=True)
+class Prompts:
+    train: str = "toy"
+    """Text file with one prompt a line, or the name of a built-in set."""
+    evaluation: str = "toy"
+    """Held-out prompts; the same forms."""
+    per_step: int = 4
+    """P: prompts a training step."""
+    group_size: int = 24
+    """G: trajectories per prompt."""
+    shared_start: bool = False
+    """All members of a group start from one initial noise (Stepwise-Flow-GRPO, TP-GRPO, DanceGRPO)."""
+
+
+@dataclass(frozen=True)
+class Sampling:
+    num_steps: int = 10
+    """T: steps of the training sampler."""
+    grid: Literal["model", "uniform", "sd3", "flux"] = "model"
+    """Noise levels: the model's own schedule, uniform, or SD3's or FLUX's rule."""
+    shift: float | None = None
+    """Schedule shift for grid = "uniform" or "sd3"; their defaults are 1 and 3."""
+    guidance_scale: float = 1.0
+    """Classifier-free guidance in rollout, completion, training and evaluation; 1 is none (one network branch)."""
+    chunk: int | None = None
+    """Trajectories sampled at a time; all by default. 16 to 32 is faster on CPU; on accelerators it bounds memory."""
+    decode_chunk: int = 32
+    """Images decoded at a time."""
+
+
+@dataclass(frozen=True)
+class Exploration:
+    sampler: Literal["flow_sde", "psi_sde", "dance_sde", "cps", "ddim_sde"] = "flow_sde"
+    """Kernel of a noisy step."""
+    noise_level: float = 0.7
+    """a of flow_sde and cps, eta of dance_sde and ddim_sde, constant psi of psi_sde."""
+    window: Literal["all", "all_but_last", "fixed", "random", "sliding"] = "all_but_last"
+    """Which steps are noisy and trained; the rest are ODE steps."""
+    window_size: int = 4
+    """Steps in a fixed, random or sliding window."""
+    window_start: int = 0
+    """First step of a fixed window; earliest start of a random one."""
+    window_every: int = 25
+    """Training steps between the moves of a sliding window."""
+    last_noise: bool = False
+    """With "all_but_last": inject noise at the untrained last step too, as Flow-GRPO's program does."""
+
+
+@dataclass(frozen=True)
+class Completion:
+    steps: str = "3"
+    """Steps of a completion: "all" (the paper's n = k), a number, or "k/2", "k/3", ..."""
+    solver: Literal["euler", "midpoint", "heun", "ab2", "dpmpp2m"] = "ab2"
+    """ODE solver of the completions; the paper takes Euler."""
+    substeps: int | None = None
+    """T' steps laid anew between level and image instead of the sampler's levels (Stepwise-Flow-GRPO: 5)."""
+    paired: bool = False
+    """Grid-consistent gains: subtract the completion of the noise-free step instead of the completion before the step."""
+    tail: Literal["keep", "skip_node", "skip_call"] = "keep"
+    """What becomes of the last interior level, which is all but clean on SD3's grid."""
+    tile: int | None = 1
+    """Latents per trajectory in one network call; None puts a whole level into one call."""
+
+
+@dataclass(frozen=True)
+class Credit:
+    method: Literal["dense_grpo", "flow_grpo", "dense_reward", "coca", "stepwise", "tp_grpo"] = "dense_grpo"
+    """How rewards become per-step credit."""
+    over: Literal["per_step", "joint"] | None = None
+    """Statistics per step or over all steps of a group; the method's own by default."""
+    std: Literal["group", "global"] = "group"
+    """Standard deviation of the group, or of the whole batch as in Flow-GRPO's configs."""
+    eps: float = 1e-4
+    """Added to the standard deviation, in units of the reward."""
+    clip: float = 5.0
+    """Bound on the advantage."""
+    gamma: float = 0.0
+    """dense_grpo: discount of the gains still to come; 0 is the paper, 1 the sparse return with a state baseline."""
+
+
+@dataclass(frozen=True)
+class Objective:
+    clip_range: float = 1e-3
+    """e of the clipped ratio; log-probs are means over dimensions, so it is small."""
+    beta: float = 0.0
+    """Weight of the KL to the base model."""
+    kl_mode: Literal["exact", "code"] = "exact"
+    """KL of the Gaussians, or Flow-GRPO's term without the step length."""
+    ratio: Literal["standard", "guard"] = "standard"
+    """"guard": GRPO-Guard's normalised ratio with its gradient balance."""
+    step_weights: Literal["none", "tempflow"] = "none"
+    """"tempflow": weight steps by their injected noise."""
+    detach_uncond: bool = False
+    """No gradient through the unconditional branch of guidance."""
+    recompute_old_log_prob: bool | None = None
+    """Take the old velocities from the update's own graph; by default where the dtype is bfloat16."""
+
+
+@dataclass(frozen=True)
+class Adapter:
+    rank: int = 32
+    """LoRA rank; 0 trains all weights of the network instead."""
+    alpha: float = 64.0
+    """LoRA alpha; the adapter enters with alpha / rank."""
+    targets: tuple[str, ...] = ()
+    """Module names that get adapters; the model's default list if empty."""
+    start: Path | None = None
+    """Adapter on disk to start from."""
+
+
+@dataclass(frozen=True)
+class Optimizer:
+    learning_rate: float = 3e-4
+    b1: float = 0.9
+    b2: float = 0.999
+    eps: float = 1e-8
+    weight_decay: float = 1e-4
+    max_grad_norm: float = 1.0
+    updates: int = 2
+    """U: optimiser updates per sampling; each takes its share of the (step, trajectory) pairs."""
+    minibatch: Literal["pairs", "trajectories"] = "pairs"
+    """Split over shuffled (step, trajectory) pairs, or over trajectories with all their steps (Flow-GRPO)."""
+    micro_batch: int = 32
+    """Pairs in one network pass of training; gradients accumulate over micro-batches."""
+    ema_decay: float = 0.9
+    """EMA of the trained weights, warmed up as (1 + n) / (10 + n); evaluation and export use it. 0 for none."""
+    remat: bool = True
+    """Recompute activations per block in the backward pass."""
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    every: int = 10
+    """Training steps between evaluations; 0 for none."""
+    num_steps: int = 20
+    """ODE steps."""
+    images_per_prompt: int = 2
+    prompts: int = 32
+    """Number of held-out prompts used; 0 for all."""
+    witnesses: tuple[str, ...] = ()
+    """Further rewards that are measured and not optimised."""
+
+
+@dataclass(frozen=True)
+class Run:
+    steps: int = 50
+    """Training steps."""
+    seed: int = 0
+    workdir: Path = Path("runs/default")
+    """Everything the run writes; the same command with the same folder continues it."""
+    save_every: int = 10
+    """Training steps between checkpoints."""
+    keep: int = 3
+    """Checkpoints kept."""
+    report_every: int = 10
+    """Training steps between rewrites of report.html; 0 for only at the end."""
+    wandb: bool = False
+    """Log to Weights & Biases as well (extra `wandb`)."""
+
+
+@dataclass(frozen=True)
+class Config:
+    model: Model = field(default_factory=Model)
+    prompts: Prompts = field(default_factory=Prompts)
+    rewards: tuple[str, ...] = ("toy_spot",)
+    """Rewards that are summed: NAME, or NAME=WEIGHT."""
+    sampling: Sampling = field(default_factory=Sampling)
+    exploration: Exploration = field(default_factory=Exploration)
+    completion: Completion = field(default_factory=Completion)
+    credit: Credit = field(default_factory=Credit)
+    objective: Objective = field(default_factory=Objective)
+    adapter: Adapter = field(default_factory=Adapter)
+    optimizer: Optimizer = field(default_factory=Optimizer)
+    evaluation: Evaluation = field(default_factory=Evaluation)
+    run: Run = field(default_factory=Run)
+
+
+def batch_size(config: Config) -> int:
+    """B = P x G, trajectories per training step."""
+    return config.prompts.per_step * config.prompts.group_size
+
+
+def reward_weights(config: Config) -> dict[str, float]:
+    """The rewards by name with their weights.
+
+    Raises:
+      ValueError: none at all, one named twice, or a weight that is not a finite number.
+    """
+    weights = {}
+    for entry in config.rewards:
+        name, _, weight = entry.partition("=")
+        try:
+            weights[name] = float(weight) if weight else 1.0
+        except ValueError:
+            weights[name] = math.nan
+        if not math.isfinite(weights[name]):
+            raise ValueError(f"rewards: {entry!r} has no finite weight; write NAME or NAME=WEIGHT, such as ocr=0.8")
+    if not weights or len(weights) < len(config.rewards):
+        raise ValueError(f"rewards = {config.rewards}: name at least one reward, and each once")
+    return weights
+
+
+def check(config: Config, trained_steps: int, devices: int = 1) -> None:
+    """Refuses arithmetic that does not work out.
+
+    Args:
+      config: the run.
+      trained_steps: number of trained denoising steps.
+      devices: over which the trajectories are sharded.
+
+    Raises:
+      ValueError: naming the field, its value and valid choices.
+    """
+    for name, value, low in (
+        ("prompts.per_step", config.prompts.per_step, 1),
+        ("prompts.group_size", config.prompts.group_size, 2),
+        ("sampling.num_steps", config.sampling.num_steps, 1),
+        ("optimizer.updates", config.optimizer.updates, 1),
+        ("optimizer.micro_batch", config.optimizer.micro_batch, 1),
+        ("run.steps", config.run.steps, 1),
+        ("run.save_every", config.run.save_every, 1),
+        ("run.keep", config.run.keep, 1),
+        ("evaluation.images_per_prompt", config.evaluation.images_per_prompt, 1),
+        ("evaluation.num_steps", config.evaluation.num_steps, 1),
+    ):
+        if value < low:
+            hint = "; advantages compare the members of a group" if name == "prompts.group_size" else ""
+            raise ValueError(f"{name} = {value}: must be at least {low}{hint}")
+    reward_weights(config)
+    if config.optimizer.learning_rate <= 0.0:
+        raise ValueError(f"optimizer.learning_rate = {config.optimizer.learning_rate}: must be positive")
+    if config.objective.clip_range <= 0.0:
+        raise ValueError(f"objective.clip_range = {config.objective.clip_range}: must be positive")
+    if config.exploration.sampler not in SAMPLERS:
+        raise ValueError(f"exploration.sampler = {config.exploration.sampler!r}: choose one of {', '.join(SAMPLERS)}")
+    batch = batch_size(config)
+    if batch % devices:
+        p, g = config.prompts.per_step, config.prompts.group_size
+        valid = [n for n in range(1, 129) if n * g % devices == 0][:6]
+        raise ValueError(
+            f"prompts.per_step = {p} with groups of {g} gives {batch} trajectories, which {devices} devices do not share evenly; "
+            f"choose per_step from {valid}, ..."
+        )
+    by_trajectory = config.optimizer.minibatch == "trajectories"
+    units = batch if by_trajectory else batch * trained_steps
+    if units % config.optimizer.updates:
+        what = "trajectories" if by_trajectory else f"(step, trajectory) pairs of {trained_steps} trained steps"
+        valid = [u for u in range(1, 65) if units % u == 0]
+        raise ValueError(f"optimizer.updates = {config.optimizer.updates} does not divide the {units} {what}; choose one of {valid}")
+
+
+def micro_batch(config: Config, trained_steps: int) -> int:
+    """The largest number of pairs, at most `optimizer.micro_batch`, that divides an update's share."""
+    share = batch_size(config) * trained_steps // config.optimizer.updates
+    return max(m for m in range(1, min(config.optimizer.micro_batch, share) + 1) if share % m == 0)
+
+
+def to_json(config: Config) -> dict:
+    """Plain values, as written beside checkpoints."""
+
+    def plain(value):
+        if isinstance(value, dict):
+            return {key: plain(v) for key, v in value.items()}
+        if isinstance(value, list | tuple):
+            return [plain(v) for v in value]
+        return str(value) if isinstance(value, Path) else value
+
+    return plain(dataclasses.asdict(config))

@@ -1,0 +1,150 @@
+"""What the trainer knows of a model: a handful of functions. It never asks which model it trains."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from densegrpo_jax import flow
+from densegrpo_jax.config import Config
+from densegrpo_jax.models import lora
+
+
+class Policy(NamedTuple):
+    """A text-to-image model as pure functions.
+
+    Attributes:
+      params: frozen weights, a tree whose "network" entry predicts the velocity.
+      velocity: (params, trained, uncond) -> velocity(x [B, ...], sigma [B], cond [B, ...]), guided; `trained` is the adapter, the
+        full weights where all are trained, or None for the base model.
+      decode: (params, latents [N, ...]) -> images [N, H, W, 3] in [0, 1].
+      encode: texts -> conditioning with leading axis P.
+      shape: of one latent.
+      grid: number of steps -> the model's own noise levels.
+      start: () -> what is trained, at its start: a fresh adapter, or a copy of the weights.
+      name: for logs and reports.
+    """
+
+    params: dict
+    velocity: Callable[[dict, Any, Any], flow.solvers.Velocity]
+    decode: Callable[[dict, jax.Array], jax.Array]
+    encode: Callable[[list[str]], Any]
+    shape: tuple[int, ...]
+    grid: Callable[[int], np.ndarray]
+    start: Callable[[], dict]
+    name: str
+
+
+def load(config: Config) -> Policy:
+    """The policy that `config.model` names."""
+    return toy(config) if config.model.path == "toy" else from_folder(config)
+
+
+def fresh_adapter(config: Config, network: dict, default_targets: tuple[str, ...]) -> dict:
+    """A fresh adapter from the run's seed, or for rank 0 a copy of all weights."""
+    if config.adapter.rank == 0:
+        return jax.tree.map(lambda leaf: leaf.astype(jnp.float32), network)
+    targets = config.adapter.targets or default_targets
+    return lora.init(jax.random.key(config.run.seed), network, targets, config.adapter.rank)
+
+
+def variables(config: Config, network: dict, trained: dict | None) -> dict:
+    """Collections for `module.apply`."""
+    if trained is None:
+        return {"params": network}
+    return {"params": trained} if config.adapter.rank == 0 else {"params": network, "lora": trained}
+
+
+def lora_scale(config: Config) -> float:
+    return config.adapter.alpha / config.adapter.rank if config.adapter.rank else 1.0
+
+
+def toy(config: Config) -> Policy:
+    """The 8x8 toy, pretrained on the spot (a few seconds)."""
+    from densegrpo_jax.models.mlp import ToyNetwork
+    from densegrpo_jax.scenes import toy as world
+
+    if config.sampling.guidance_scale != 1.0:
+        raise ValueError(f"sampling.guidance_scale = {config.sampling.guidance_scale}: the toy has no unconditional branch; use 1.0")
+    if config.adapter.start is not None:
+        raise ValueError(f"adapter.start = {config.adapter.start}: the toy starts from its own weights; leave it unset")
+    network = world.pretrained()
+    model = ToyNetwork(len(world.PROMPTS), lora_scale=lora_scale(config))
+
+    def velocity(params, trained, uncond):
+        bound = variables(config, params["network"], trained)
+        return lambda x, sigma, cond: model.apply(bound, x, sigma, cond)
+
+    def decode(params, latents):
+        return jnp.repeat(jnp.clip(latents * 0.5 + 0.5, 0.0, 1.0), 3, axis=-1)
+
+    return Policy(
+        params={"network": network},
+        velocity=velocity,
+        decode=decode,
+        encode=lambda prompts: jnp.asarray(world.prompt_ids(prompts)),
+        shape=world.SHAPE,
+        grid=flow.uniform_sigmas,
+        start=lambda: fresh_adapter(config, network, ("in", "hidden_0", "hidden_1", "hidden_2", "out")),
+        name="toy (8x8 spots)",
+    )
+
+
+def from_folder(config: Config) -> Policy:
+    """A diffusers folder: networks, tokenizers and schedule from disk, prompts encoded once and cached."""
+    from densegrpo_jax import pipeline
+    from densegrpo_jax.models import adapter
+
+    pipe = pipeline.load(config.model.path, jnp.dtype(config.model.dtype), variant=config.model.variant)
+    configs = pipe.configs
+    height, width = config.model.resolution or (pipeline.default_side(configs),) * 2
+    network = pipe.params["transformer"]
+    model = pipeline.network(configs, pipe.dtype, remat=config.optimizer.remat, lora_scale=lora_scale(config))
+    guided, cache = config.sampling.guidance_scale != 1.0, {}
+
+    def velocity(params, trained, uncond):
+        bound = variables(config, params["network"], trained)
+        return pipeline.velocity(
+            model,
+            bound["params"],
+            bound.get("lora"),
+            uncond if guided else None,
+            config.sampling.guidance_scale,
+            config.objective.detach_uncond,
+        )
+
+    def start():
+        if config.adapter.start is None:
+            return fresh_adapter(config, network, lora.ATTENTION_TARGETS)
+        table, shapes = pipeline.name_table(configs, "transformer"), pipeline.abstract_params(configs, "transformer")
+        found = adapter.read_adapter(config.adapter.start, table, shapes).lora  # strength folded in: alpha = rank
+        return jax.tree_util.tree_map_with_path(lambda path, leaf: leaf / lora_scale(config) if path[-1].key == "b" else leaf, found)
+
+    return Policy(
+        params={"network": network, "decoder": pipe.params["vae"]},
+        velocity=velocity,
+        decode=lambda params, latents: pipeline.decode(configs, params["decoder"], latents),
+        encode=lambda prompts: pipeline.encode_prompts(pipe, prompts, config.model.max_sequence_length, cache=cache),
+        shape=pipeline.latent_shape(configs, height, width),
+        grid=lambda num_steps: pipeline.sigmas(configs, num_steps),
+        start=start,
+        name=f"{configs.family} from {config.model.path}",
+    )
+
+
+def sigmas(config: Config, policy: Policy, num_steps: int) -> np.ndarray:
+    """The noise levels that the config asks for, [num_steps + 1]."""
+    grid, shift = config.sampling.grid, config.sampling.shift
+    if grid in ("model", "flux") and shift is not None:
+        raise ValueError(f"sampling.shift = {shift} has no effect on grid = {grid!r}; set grid to 'uniform' or 'sd3', or leave it unset")
+    if grid == "model":
+        return policy.grid(num_steps)
+    if grid == "uniform":
+        return flow.uniform_sigmas(num_steps, 1.0 if shift is None else shift)
+    if grid == "sd3":
+        return flow.sd3_sigmas(num_steps, 3.0 if shift is None else shift)
+    if grid == "flux":
+        return flow.flux_sigmas(num_steps, policy.shape[0] * policy.shape[1] // 4)
+    raise ValueError(f"sampling.grid = {grid!r}: choose 'model', 'uniform', 'sd3' or 'flux'")

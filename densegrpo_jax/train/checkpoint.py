@@ -1,0 +1,63 @@
+"""Checkpoints by orbax: what is trained, optimiser, EMA and counters, with the config beside them."""
+
+import json
+
+import jax
+import orbax.checkpoint as ocp
+
+from densegrpo_jax import config as configs
+from densegrpo_jax.config import Config
+from densegrpo_jax.train.state import TrainState
+
+FREE_TO_CHANGE = ("run", "evaluation")  # sections of the config that a continued run may change
+
+
+def manager(config: Config) -> ocp.CheckpointManager:
+    """Keeps the last `run.keep` checkpoints under workdir/checkpoints."""
+    options = ocp.CheckpointManagerOptions(max_to_keep=config.run.keep, enable_async_checkpointing=False)
+    return ocp.CheckpointManager((config.run.workdir / "checkpoints").absolute(), options=options)
+
+
+def save(saver: ocp.CheckpointManager, state: TrainState) -> None:
+    """Saves under the number of training steps done; returns when it is on disk."""
+    step = int(state.step)
+    if saver.latest_step() != step:
+        saver.save(step, args=ocp.args.StandardSave(state._asdict()))
+        saver.wait_until_finished()
+
+
+def restore(saver: ocp.CheckpointManager, state: TrainState) -> TrainState:
+    """The latest checkpoint, in the shapes and shardings of `state`; `state` itself where there is none."""
+    step = saver.latest_step()
+    if step is None:
+        return state
+    target = jax.tree.map(ocp.utils.to_shape_dtype_struct, state._asdict())
+    return TrainState(**saver.restore(step, args=ocp.args.StandardRestore(target)))
+
+
+def settle_config(config: Config) -> None:
+    """Writes the config beside a new run; for an old one refuses changes that would make it another run.
+
+    Raises:
+      ValueError: listing each field that differs and may not.
+    """
+    path = config.run.workdir / "config.json"
+    now = configs.to_json(config)
+    if path.exists():
+        before, after = _fixed_fields(json.loads(path.read_text())), _fixed_fields(now)
+        changed = [f"{k}: {before.get(k)!r} -> {after.get(k)!r}" for k in sorted(before | after) if before.get(k) != after.get(k)]
+        if changed:
+            raise ValueError(
+                f"{config.run.workdir} holds a run with other settings ({'; '.join(changed)}); "
+                "give another run.workdir, or the old settings to continue it"
+            )
+    path.write_text(json.dumps(now, indent=1))
+
+
+def _fixed_fields(values: dict) -> dict:
+    """What identifies a run: every field outside the free sections, and the seed."""
+    flat = {"run.seed": values["run"]["seed"]}
+    for section, fields in values.items():
+        if section not in FREE_TO_CHANGE:
+            flat |= {f"{section}.{name}": v for name, v in fields.items()} if isinstance(fields, dict) else {section: fields}
+    return flat

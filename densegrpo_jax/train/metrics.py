@@ -1,0 +1,123 @@
+"""Metrics of a run: JSON lines and TensorBoard always, W&B where asked for; and what the terminal shows."""
+
+import importlib.util
+import json
+import math
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+
+def plain(value: Any) -> Any:
+    """Numbers and arrays as JSON values; what is not finite becomes null."""
+    if isinstance(value, dict):
+        return {k: plain(v) for k, v in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain(v) for v in value]
+    if hasattr(value, "tolist"):
+        return plain(np.asarray(value).tolist())
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    return value
+
+
+def append(path: Path, record: dict) -> None:
+    """Adds one line, complete or not at all as far as a reader of whole lines is concerned."""
+    with path.open("a") as file:
+        file.write(json.dumps(plain(record)) + "\n")
+        file.flush()
+
+
+def read(path: Path) -> list[dict]:
+    """All whole records; a torn last line (the process was killed while writing) is left out."""
+    if not path.exists():
+        return []
+    records = []
+    lines = path.read_text().splitlines()
+    for i, line in enumerate(lines):
+        try:
+            records.append(json.loads(line))
+        except json.JSONDecodeError as error:
+            if i < len(lines) - 1:
+                raise ValueError(f"{path}, line {i + 1}: not JSON; the file was changed by something other than this program") from error
+    return records
+
+
+def rewind(path: Path, step: int) -> list[dict]:
+    """Drops what a resumed run will write again: records of `step` and later. Returns what is kept."""
+    kept = [record for record in read(path) if record["step"] < step]
+    if path.exists():
+        scratch = path.with_suffix(".tmp")
+        scratch.write_text("".join(json.dumps(record) + "\n" for record in kept))
+        os.replace(scratch, path)
+    return kept
+
+
+def boards(workdir: Path, wandb: bool) -> list[Callable[[dict], None]]:
+    """Writers of records: TensorBoard under workdir/tensorboard, and Weights & Biases if asked for.
+
+    Raises:
+      ValueError: W&B was asked for and is not installed.
+    """
+    from tensorboardX import SummaryWriter
+
+    board = SummaryWriter(str(workdir / "tensorboard"))
+
+    def to_tensorboard(record: dict) -> None:
+        for name, value in _scalars(record).items():
+            board.add_scalar(name, value, record["step"])
+        board.flush()
+
+    if not wandb:
+        return [to_tensorboard]
+    if importlib.util.find_spec("wandb") is None:
+        raise ValueError("run.wandb is set, but wandb is not installed: pip install 'densegrpo_jax[wandb]'")
+    import wandb as service
+
+    run = service.init(dir=str(workdir), name=workdir.name, resume="allow", id=workdir.name)
+    return [to_tensorboard, lambda record: run.log(_scalars(record), step=record["step"])]
+
+
+def _scalars(record: dict) -> dict[str, float]:
+    """The numbers of a record under slash-joined names; vectors over steps one by one."""
+    flat = _flat(plain(record))
+    return {k: v for k, v in flat.items() if k != "step" and isinstance(v, int | float) and not isinstance(v, bool)}
+
+
+def _flat(record: dict, prefix: str = "") -> dict:
+    flat = {}
+    for key, value in record.items():
+        name = f"{prefix}{key}"
+        if isinstance(value, dict):
+            flat |= _flat(value, name + "/")
+        elif isinstance(value, list):
+            flat |= {f"{name}/{i}": v for i, v in enumerate(value)}
+        else:
+            flat[name] = value
+    return flat
+
+
+def bars(values: Any, low: float = 0.0, high: float = 1.0) -> str:
+    """A row of block characters, one per value; a dot where there is none."""
+    blocks = " ▁▂▃▄▅▆▇█"
+    scale = [(v - low) / (high - low) if v is not None and math.isfinite(v) else None for v in np.asarray(values, float).tolist()]
+    return "".join("·" if s is None else blocks[round(min(max(s, 0.0), 1.0) * 8)] for s in scale)
+
+
+def line(record: dict, total: int) -> str:
+    """One training step for the terminal."""
+    parts = [f"step {record['step'] + 1:>{len(str(total))}}/{total}", f"reward {record['reward']:.4f}"]
+    if "gains" in record:
+        parts.append(f"gains + {bars(record['gains']['positive'])}")
+    parts += [f"clip {record['clip']:.1%}", f"{record['images_per_second']:.0f} images/s"]
+    if record.get("masked"):
+        parts.append(f"{record['masked']} scores failed")
+    return "   ".join(parts)
+
+
+def is_terminal() -> bool:
+    return sys.stderr.isatty()

@@ -1,0 +1,259 @@
+"""The compiled phases of a training step: sample and complete, decode, update; and the ODE sampler of evaluation.
+
+Each is a pure function of arrays, jitted once. Trajectories are the batch axis; the network sees the group folded into its batch.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from densegrpo_jax import flow
+from densegrpo_jax.config import Config
+from densegrpo_jax.flow.rollout import in_chunks
+from densegrpo_jax.objective import Rows, grpo_loss
+from densegrpo_jax.policy import Policy
+from densegrpo_jax.train import state as states
+from densegrpo_jax.train.state import TrainState
+
+METHODS_WITHOUT_COMPLETIONS = ("flow_grpo", "coca")
+
+
+class Sampler(NamedTuple):
+    """How trajectories are made in one training step: static tables, decided on the host.
+
+    Attributes:
+      sigmas: [T+1].
+      kernel: table [T].
+      trained: [T] bool, steps that enter the loss: in the window and noisy.
+      scheme: completions; its first `len(levels)` branches give the rewards at `levels`, the rest are the paired baselines.
+      levels: sampling indices that are completed.
+    """
+
+    sigmas: np.ndarray
+    kernel: flow.Kernel
+    trained: np.ndarray
+    scheme: tuple[flow.Branch, ...]
+    levels: np.ndarray
+
+
+class Batch(NamedTuple):
+    """What the update reads: trajectory; kernel [T]; advantage, weight [T, B]; cond [P, ...] and group_of [B], the index into it."""
+
+    trajectory: flow.Trajectory
+    kernel: flow.Kernel
+    advantage: jax.Array
+    weight: jax.Array
+    cond: Any
+    uncond: Any
+    group_of: jax.Array
+
+
+# --- static tables -----------------------------------------------------------------------------------------------------
+
+
+def window(config: Config, step: int) -> flow.Window:
+    """The noise window of a training step."""
+    e, num_steps = config.exploration, config.sampling.num_steps
+    if e.window == "all":
+        return flow.all_steps(num_steps)
+    if e.window == "all_but_last":
+        return flow.all_but_last(num_steps, e.last_noise)
+    if e.window == "fixed":
+        return flow.fixed(num_steps, e.window_start, e.window_size)
+    if e.window == "random":
+        return flow.random(num_steps, e.window_size, config.run.seed, step, first=e.window_start)
+    return flow.sliding(num_steps, e.window_size, step, every=e.window_every)
+
+
+def sampler(config: Config, sigmas: np.ndarray, noise_level: float | np.ndarray, step: int) -> Sampler:
+    """Tables of a training step.
+
+    Args:
+      config: the run.
+      sigmas: grid [T+1].
+      noise_level: one number, or one per step from a psi file.
+      step: training step; matters to random and sliding windows only.
+    """
+    chosen = window(config, step)
+    kernel = flow.only_where(flow.SAMPLERS[config.exploration.sampler](sigmas, noise_level), sigmas, chosen.stochastic)
+    trained = chosen.trained & (kernel.std > 0.0)
+    if not trained.any():
+        raise ValueError("no step is both in the window and noisy: raise exploration.noise_level or widen exploration.window")
+    levels = np.zeros(len(sigmas) - 1, bool)
+    if config.credit.method not in METHODS_WITHOUT_COMPLETIONS:
+        first, last = np.flatnonzero(trained)[[0, -1]]
+        levels[first : last + 2] = True  # the rewards on both sides of every trained step
+    c = config.completion
+    if c.substeps is not None:
+        scheme = flow.substep_branches(sigmas, c.substeps, config.sampling.shift or 1.0, c.solver, levels=levels)
+    else:
+        steps = int(c.steps) if c.steps.isdigit() else c.steps
+        scheme = flow.branches(sigmas, steps, c.solver, tail=c.tail, levels=levels)
+    if c.paired and scheme:
+        scheme = scheme + flow.paired(sigmas, scheme, np.flatnonzero(trained))
+    return Sampler(sigmas, kernel, trained, scheme, np.flatnonzero(levels))
+
+
+# --- phases ------------------------------------------------------------------------------------------------------------
+
+
+def make_sample(config: Config, policy: Policy, tables: Sampler) -> Callable:
+    """(params, trained, cond [P, ...], uncond, step, ids [B], start_ids [B]) -> Trajectory, clean latents [branches + 1, B, ...].
+
+    The last clean latent is the trajectory's own end.
+    """
+
+    @jax.jit
+    def sample(params, trained, cond, uncond, step, ids, start_ids):
+        key = jax.random.key(config.run.seed)
+        x = flow.initial_noise(key, step, start_ids, policy.shape)
+        noise = flow.step_noise(key, step, ids, config.sampling.num_steps, policy.shape)
+        rows = jax.tree.map(lambda leaf: jnp.repeat(leaf, config.prompts.group_size, axis=0), cond)
+        velocity = policy.velocity(params, trained, uncond)
+        if tables.scheme:
+            trajectory, clean = flow.rollout_and_complete(
+                velocity, x, tables.kernel, tables.sigmas, noise, tables.scheme, cond=rows, chunk=config.sampling.chunk,
+                tile=config.completion.tile, tail=config.completion.tail,
+            )  # fmt: skip
+            return trajectory, jnp.concatenate([clean, trajectory.latents[-1:]])
+        trajectory = flow.rollout(velocity, x, tables.kernel, tables.sigmas, noise, cond=rows, chunk=config.sampling.chunk)
+        return trajectory, trajectory.latents[-1:]
+
+    return sample
+
+
+def make_decode(config: Config, policy: Policy) -> Callable:
+    """(params, latents [N, ...]) -> uint8 images [N, H, W, 3], and which are finite [N]."""
+
+    @jax.jit
+    def decode(params, latents):
+        def some(latents):
+            images = policy.decode(params, latents)
+            finite = jnp.all(jnp.isfinite(images), axis=(1, 2, 3))
+            return jnp.round(jnp.where(finite[:, None, None, None], images, 0.0) * 255.0).astype(jnp.uint8), finite
+
+        count, size = latents.shape[0], min(config.sampling.decode_chunk, latents.shape[0])
+        size = max(d for d in range(1, size + 1) if count % d == 0)
+        return in_chunks(some, size, (0,), (0, 0))(latents)
+
+    return decode
+
+
+def make_generate(config: Config, policy: Policy, sigmas: np.ndarray) -> Callable:
+    """(params, trained, cond [N, ...], uncond, ids [N]) -> clean latents [N, ...] by the Euler ODE from fixed noise."""
+    ode = flow.plan(sigmas)
+
+    @jax.jit
+    def generate(params, trained, cond, uncond, ids):
+        x = flow.initial_noise(jax.random.key(EVALUATION_SEED), 0, ids, policy.shape)
+        velocity = policy.velocity(params, trained, uncond)
+        run = lambda x, cond: (flow.integrate(partial(_with_cond, velocity, cond), x, ode),)  # noqa: E731
+        return in_chunks(run, config.sampling.chunk, (0, 0), (0,))(x, cond)[0]
+
+    return generate
+
+
+EVALUATION_SEED = 20_260_128  # evaluation noise is the same for every run, step and method
+
+
+def _with_cond(velocity, cond, x, sigma):
+    return velocity(x, sigma, cond)
+
+
+def make_update(config: Config, policy: Policy) -> Callable:
+    """(state, params, batch, order [micro-batches, rows, 2], fresh) -> state, metrics, log-ratios [micro-batches, rows].
+
+    `order` holds (step, trajectory) pairs; gradients are averaged over all of them in one scan. With `fresh` the weights are those that
+    sampled: with recomputed log-probs the old velocity is then this graph's own, so the ratio is exactly 1. The log-ratios returned are
+    against the stored velocities in any case: before an update they are the rounding between the two graphs.
+    """
+    o = config.objective
+    recompute = recomputes(config)
+
+    def rows_of(batch: Batch, pairs):
+        t, b = pairs[:, 0], pairs[:, 1]
+        trajectory = batch.trajectory
+        rows = Rows(
+            jax.tree.map(lambda leaf: leaf[t], batch.kernel),
+            trajectory.velocity[t, b],
+            trajectory.noise[t, b],
+            batch.advantage[t, b],
+            batch.weight[t, b],
+        )
+        return rows, trajectory.latents[t, b], trajectory.sigmas[t], jax.tree.map(lambda leaf: leaf[batch.group_of[b]], batch.cond)
+
+    def loss(trained, params, batch: Batch, pairs, fresh):
+        rows, x, sigma, cond = rows_of(batch, pairs)
+        velocity = policy.velocity(params, trained, batch.uncond)(x, sigma, cond)
+        log_r = flow.log_ratio(rows.kernel, velocity, rows.velocity, rows.noise)
+        if recompute:
+            old = jnp.where(fresh, jax.lax.stop_gradient(velocity), rows.velocity)
+            rows = rows._replace(velocity=old)
+        reference = None
+        if o.beta > 0.0:
+            reference = jax.lax.stop_gradient(policy.velocity(params, None, batch.uncond)(x, sigma, cond))
+        value, metrics = grpo_loss(
+            velocity, rows, o.clip_range, velocity_ref=reference, beta=o.beta, kl_mode=o.kl_mode, ratio=o.ratio
+        )
+        return value, (metrics, log_r)
+
+    @partial(jax.jit, donate_argnums=0)
+    def update(state: TrainState, params, batch: Batch, order, fresh):
+        def one(total, pairs):
+            grads, (metrics, log_r) = jax.grad(loss, has_aux=True)(state.trained, params, batch, pairs, fresh)
+            return jax.tree.map(jnp.add, total, grads), (metrics, log_r)
+
+        zeros = jax.tree.map(jnp.zeros_like, state.trained)
+        total, (metrics, log_r) = jax.lax.scan(one, zeros, order)
+        grads = jax.tree.map(lambda g: g / order.shape[0], total)
+        state, norms = states.apply_gradients(config, state, grads)
+        reduce = {"ratio_min": jnp.min, "ratio_max": jnp.max}
+        return state, {k: reduce.get(k, jnp.mean)(v) for k, v in metrics.items()} | norms, log_r
+
+    return update
+
+
+def make_recompute(config: Config, policy: Policy) -> Callable:
+    """(params, trained, batch, order) -> batch whose old velocities and noise come from the update's forward pass."""
+
+    @jax.jit
+    def recompute(params, trained, batch: Batch, order):
+        def one(carry, pairs):
+            velocity, noise = carry
+            t, b = pairs[:, 0], pairs[:, 1]
+            trajectory = batch.trajectory
+            x, cond = trajectory.latents[t, b], jax.tree.map(lambda leaf: leaf[batch.group_of[b]], batch.cond)
+            v = policy.velocity(params, trained, batch.uncond)(x, trajectory.sigmas[t], cond)
+            kernel = jax.tree.map(lambda leaf: leaf[t], batch.kernel)
+            std = kernel.std.reshape((-1,) + (1,) * (x.ndim - 1))
+            e = (trajectory.latents[t + 1, b] - flow.transition_mean(kernel, x, v)) / std
+            return (velocity.at[t, b].set(v), noise.at[t, b].set(e)), None
+
+        carry = batch.trajectory.velocity, batch.trajectory.noise
+        (velocity, noise), _ = jax.lax.scan(one, carry, order)
+        return batch._replace(trajectory=batch.trajectory._replace(velocity=velocity, noise=noise))
+
+    return recompute
+
+
+def recomputes(config: Config) -> bool:
+    """Whether old log-probs are recomputed: as configured, by default where the network computes in bfloat16."""
+    chosen = config.objective.recompute_old_log_prob
+    return config.model.dtype == "bfloat16" if chosen is None else chosen
+
+
+def update_order(config: Config, trained: np.ndarray, step: int, micro: int) -> np.ndarray:
+    """Which (step, trajectory) pairs each update takes, addressed by (seed, step): [U, micro-batches, micro, 2]."""
+    batch = config.prompts.per_step * config.prompts.group_size
+    rng = np.random.default_rng([config.run.seed, step, 1])
+    steps = np.flatnonzero(trained)
+    pairs = np.stack(np.meshgrid(steps, np.arange(batch), indexing="ij"), axis=-1)  # [trained, B, 2]
+    if config.optimizer.minibatch == "trajectories":
+        pairs = pairs[:, rng.permutation(batch)].swapaxes(0, 1).reshape(-1, 2)
+    else:
+        pairs = rng.permutation(pairs.reshape(-1, 2))
+    return pairs.reshape(config.optimizer.updates, -1, micro, 2).astype(np.int32)

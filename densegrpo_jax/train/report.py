@@ -1,0 +1,210 @@
+"""report.html: what a run did, in pictures, in one file that needs nothing beside it. Rewritten while the run goes on."""
+
+import base64
+import html
+import io
+import json
+import os
+from pathlib import Path
+
+import numpy as np
+from PIL import Image
+
+from densegrpo_jax.train import metrics
+
+INK, ACCENT, GOOD, BAD, SOFT = "#1f2933", "#3867d6", "#20bf6b", "#eb3b5a", "#cbd2d9"
+
+STYLE = """
+body{font:16px/1.5 system-ui,sans-serif;color:#1f2933;background:#f7f8fa;margin:0}
+main{max-width:1080px;margin:0 auto;padding:32px 24px}
+h1{font-size:26px;margin:0 0 4px} h2{font-size:19px;margin:36px 0 8px}
+section{background:#fff;border:1px solid #e4e7eb;border-radius:10px;padding:16px 20px;margin:14px 0}
+.cards{display:flex;flex-wrap:wrap;gap:12px}
+.card{background:#fff;border:1px solid #e4e7eb;border-radius:10px;padding:12px 18px;min-width:150px}
+.card b{display:block;font-size:24px}.card span{color:#616e7c;font-size:13px}
+.pairs{display:grid;grid-template-columns:repeat(auto-fill,minmax(230px,1fr));gap:14px}
+img.pixels{image-rendering:pixelated;width:100%} figure{margin:0} figcaption{color:#616e7c;font-size:13px}
+table{border-collapse:collapse;font-size:14px}td,th{padding:2px 14px 2px 0;text-align:left;vertical-align:top}
+pre{font-size:12px;overflow:auto;max-height:340px;margin:0} svg{max-width:100%;height:auto}
+.note{color:#616e7c;font-size:14px}
+"""
+
+
+def write(workdir: Path) -> Path:
+    """Writes workdir/report.html from the metrics, evaluations and images there; whole or not at all.
+
+    Args:
+      workdir: of a run.
+
+    Returns:
+      The file.
+    """
+    steps, evaluations = metrics.read(workdir / "metrics.jsonl"), metrics.read(workdir / "evaluation.jsonl")
+    config, manifest = (json.loads((workdir / name).read_text()) for name in ("config.json", "manifest.json"))
+    parts = [_head(steps, evaluations, config, manifest)]
+    if evaluations:
+        parts += [_section("Before and after", _pictures(workdir, evaluations))]
+    if steps:
+        parts += [_section("Reward", _rewards(steps, evaluations, config)), _section("Along the trajectory", _levels(steps))]
+        parts += [_section("Health", _health(steps))]
+    details = html.escape(json.dumps({"config": config, "manifest": manifest}, indent=1))
+    parts.append(_section("Settings and versions", f"<pre>{details}</pre>"))
+    page = f"<!doctype html><html lang=en><meta charset=utf-8><title>{html.escape(workdir.name)}</title><style>{STYLE}</style>"
+    path, scratch = workdir / "report.html", workdir / "report.tmp"
+    scratch.write_text(page + "<main>" + "".join(parts) + "</main></html>")
+    os.replace(scratch, path)
+    return path
+
+
+def paired_difference(before: dict, after: dict, name: str | None = None) -> tuple[float, float]:
+    """Mean difference of two evaluations on the same prompts and noise, and its standard error clustered by prompt.
+
+    Args:
+      before: record of evaluation.jsonl.
+      after: another.
+      name: a reward; None for the weighted total.
+    """
+    pick = (lambda r: r["total"]) if name is None else (lambda r: r["rewards"][name])
+    difference = np.array(pick(after), float) - np.array(pick(before), float)
+    prompt, good = np.array(before["prompt"]), np.isfinite(difference)
+    clusters = [difference[good & (prompt == p)] for p in np.unique(prompt[good])]
+    sums = np.array([c.sum() - c.size * difference[good].mean() for c in clusters])
+    factor = len(clusters) / max(len(clusters) - 1, 1)
+    return float(difference[good].mean()), float(np.sqrt(factor * (sums**2).sum()) / good.sum())
+
+
+# --- sections ----------------------------------------------------------------------------------------------------------
+
+
+def _head(steps, evaluations, config, manifest) -> str:
+    cards = [(f"{len(steps)} / {config['run']['steps']}", "training steps")]
+    if len(evaluations) > 1:
+        mean, error = paired_difference(evaluations[0], evaluations[-1])
+        cards.append((f"{mean:+.4f}", f"held-out reward against the base (± {error:.4f})"))
+        cards.append((f"{np.nanmean(np.array(evaluations[-1]['total'], float)):.4f}", "held-out reward now"))
+    if steps:
+        cards.append((f"{np.median([s['seconds'] for s in steps]):.2f} s", "per training step (median)"))
+        cards.append((f"{manifest['evaluations_per_trajectory']}", "network evaluations per trajectory"))
+    shown = "".join(f"<div class=card><b>{value}</b><span>{html.escape(name)}</span></div>" for value, name in cards)
+    method = html.escape(f"{config['credit']['method']} on {manifest['model']}, rewards {', '.join(config['rewards'])}")
+    return f"<h1>DenseGRPO run</h1><p class=note>{method}</p><div class=cards>{shown}</div>"
+
+
+def _pictures(workdir: Path, evaluations) -> str:
+    """Pairs of images, base model and now, of the same prompt and noise."""
+    prompts = json.loads((workdir / "samples" / "prompts.json").read_text())
+    strips = [Image.open(workdir / "samples" / f"{record['done']:06d}.png").convert("RGB") for record in (evaluations[0], evaluations[-1])]
+    side = strips[0].width // len(prompts)
+    cells = []
+    for i, prompt in enumerate(prompts):
+        pair = Image.new("RGB", (2 * side + max(1, side // 16), strips[0].height), "white")
+        for k, strip in enumerate(strips):
+            pair.paste(strip.crop((i * side, 0, (i + 1) * side, strip.height)), (k * (pair.width - side), 0))
+        buffer = io.BytesIO()
+        pair.save(buffer, "PNG")
+        data = base64.b64encode(buffer.getvalue()).decode()
+        image = f'<img class=pixels src="data:image/png;base64,{data}">'
+        cells.append(f"<figure>{image}<figcaption>{html.escape(prompt)}</figcaption></figure>")
+    note = f"Left: base model. Right: after {evaluations[-1]['done']} steps. Same prompt, same noise, ODE sampling; not chosen."
+    return f"<div class=pairs>{''.join(cells)}</div><p class=note>{note}</p>"
+
+
+def _rewards(steps, evaluations, config) -> str:
+    names = sorted(evaluations[0]["rewards"]) if evaluations else []
+    figure, axes = _figure(1 + len(names), 3.1)
+    axis = axes[0]
+    axis.plot([s["step"] + 1 for s in steps], [_number(s["reward"]) for s in steps], color=SOFT, lw=1.5, label="training samples (SDE)")
+    if evaluations:
+        done = [e["done"] for e in evaluations]
+        axis.plot(done, [np.nanmean(np.array(e["total"], float)) for e in evaluations], "o-", color=ACCENT, label="held-out (ODE)")
+    axis.set_title("weighted reward")
+    axis.legend(frameon=False)
+    for axis, name in zip(axes[1:], names):
+        pairs = [paired_difference(evaluations[0], e, name) for e in evaluations]
+        mean, error = np.array(pairs).T
+        axis.axhline(0.0, color=SOFT, lw=1)
+        axis.fill_between(done, mean - 2 * error, mean + 2 * error, color=ACCENT, alpha=0.15)
+        axis.plot(done, mean, "o-", color=ACCENT)
+        axis.set_title(f"{name}: held-out, paired with the base" + ("" if name in config["rewards"] else " (witness)"))
+    for axis in axes:
+        axis.set_xlabel("training step")
+    return _svg(figure) + "<p class=note>Bands are two standard errors, clustered by prompt.</p>"
+
+
+def _levels(steps) -> str:
+    recent = steps[-20:]
+    rows = np.array([[_number(v) for v in s["level_reward"]] for s in recent])
+    gains = [s["gains"] for s in recent if "gains" in s]
+    figure, axes = _figure(3 if gains else 1, 3.0)
+    axes[0].plot(np.arange(rows.shape[1]), _mean_of(rows), "o-", color=ACCENT)
+    axes[0].set_title("R along the trajectory (0 = noise)")
+    if gains:
+        table = {k: _mean_of(np.array([[_number(v) for v in g[k]] for g in gains])) for k in ("positive", "negative", "std")}
+        positive, negative, spread = table.values()
+        at = np.arange(len(positive))
+        axes[1].bar(at, positive, color=GOOD)
+        axes[1].bar(at, -negative, color=BAD)
+        axes[1].axhline(0.0, color=INK, lw=0.8)
+        axes[1].set_ylim(-1, 1)
+        axes[1].set_title("share of positive and negative gains")
+        axes[2].bar(at, spread, color=ACCENT)
+        axes[2].set_title("spread of the gains within groups")
+    for axis in axes:
+        axis.set_xlabel("denoising step")
+    return _svg(figure) + f"<p class=note>Mean of the last {len(recent)} training steps.</p>"
+
+
+def _health(steps) -> str:
+    at = [s["step"] + 1 for s in steps]
+    figure, axes = _figure(4, 2.9)
+    before = np.array([[_number(v) for v in s["log_ratio_before"]["delta_log_prob_max"]] for s in steps])
+    axes[0].semilogy(at, np.maximum(np.nanmax(np.where(np.isfinite(before), before, 0.0), axis=1), 1e-12), color=ACCENT)
+    axes[0].set_title("|log-ratio| before the first update")
+    axes[1].plot(at, [s["clip"] for s in steps], color=ACCENT)
+    axes[1].set_title("clipped share")
+    axes[2].plot(at, [_number(s["last_update"]["grad_norm"]) for s in steps], color=ACCENT)
+    axes[2].set_title("gradient norm")
+    axes[3].plot(at, [s["images"]["latent_std"] for s in steps], color=ACCENT)
+    axes[3].set_title("std of the final latents")
+    masked = sum(s["masked"] for s in steps)
+    return _svg(figure) + f"<p class=note>{masked} scores failed and were masked in {len(steps)} steps.</p>"
+
+
+# --- drawing -----------------------------------------------------------------------------------------------------------
+
+
+def _figure(count: int, height: float):
+    from matplotlib.figure import Figure  # no global state, no display
+
+    columns = min(count, 4)
+    rows = -(-count // columns)
+    figure = Figure(figsize=(13, height * rows), layout="constrained")
+    axes = list(np.atleast_1d(figure.subplots(rows, columns, squeeze=False)).ravel())
+    for axis in axes[count:]:
+        axis.remove()
+    for axis in axes[:count]:
+        axis.spines[["top", "right"]].set_visible(False)
+        axis.tick_params(labelsize=9)
+        axis.title.set_fontsize(11)
+    return figure, axes[:count]
+
+
+def _svg(figure) -> str:
+    buffer = io.StringIO()
+    figure.savefig(buffer, format="svg")
+    text = buffer.getvalue()
+    return text[text.index("<svg") :]
+
+
+def _section(title: str, body: str) -> str:
+    return f"<h2>{html.escape(title)}</h2><section>{body}</section>"
+
+
+def _number(value) -> float:
+    return float("nan") if value is None else float(value)
+
+
+def _mean_of(rows: np.ndarray) -> np.ndarray:
+    """Column means over what is there."""
+    there = np.isfinite(rows)
+    return np.where(there.any(0), np.where(there, rows, 0.0).sum(0) / np.maximum(there.sum(0), 1), np.nan)

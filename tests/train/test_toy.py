@@ -1,0 +1,223 @@
+"""The thin slice through all floors: the trainer on the 8x8 toy, as a user runs it."""
+
+import dataclasses
+import json
+import re
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+
+from densegrpo_jax import cli
+from densegrpo_jax.train import metrics, report
+from densegrpo_jax.train.loop import train
+
+
+def config(workdir: Path, **sections):
+    base = cli.load_config("toy")
+    quick = {"run": {"steps": 2, "workdir": workdir, "save_every": 1, "report_every": 0}, "evaluation": {"every": 0}}
+    for name, changes in quick.items():
+        sections[name] = changes | sections.get(name, {})
+    changed = {k: dataclasses.replace(getattr(base, k), **v) if isinstance(v, dict) else v for k, v in sections.items()}
+    return dataclasses.replace(base, **changed)
+
+
+def steps(workdir):
+    return metrics.read(workdir / "metrics.jsonl")
+
+
+def without_clock(record):
+    return {k: v for k, v in record.items() if k not in ("seconds", "images_per_second")}
+
+
+def test_reward_rises_steeply(tmp_path):
+    path = train(config(tmp_path, run={"steps": 40}, evaluation={"every": 20}))
+    evaluations = metrics.read(tmp_path / "evaluation.jsonl")
+    assert [e["done"] for e in evaluations] == [0, 20, 40]
+    mean, error = report.paired_difference(evaluations[0], evaluations[-1])
+    assert mean > 0.15 and mean > 8 * error
+    text = path.read_text()
+    assert "Before and after" in text and "data:image/png;base64" in text
+    assert not re.search(r"(src|href)=[\"']?(https?:)?//", text)  # one file that needs nothing beside it
+
+
+def test_first_update_is_on_policy_and_later_ones_move(tmp_path):
+    train(config(tmp_path))
+    for record in steps(tmp_path):
+        assert record["first_update"]["ratio_min"] == pytest.approx(1.0, abs=1e-6)
+        assert record["first_update"]["clip_above"] == record["first_update"]["clip_below"] == 0.0
+        assert record["last_update"]["ratio_max"] > 1.0 + 1e-5
+        worst = [v for v in record["log_ratio_before"]["delta_log_prob_max"] if v is not None]
+        assert len(worst) == 9 and max(worst) < 1e-6
+
+
+def test_the_same_command_continues_bitwise(tmp_path):
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    train(config(whole, run={"steps": 4}))
+    train(config(parts, run={"steps": 2}))
+    train(config(parts, run={"steps": 4}))
+    assert [without_clock(r) for r in steps(whole)] == [without_clock(r) for r in steps(parts)]
+    trees = [_restored(w) for w in (whole, parts)]
+    for a, b in zip(*map(jax.tree.leaves, trees)):
+        np.testing.assert_array_equal(a, b)
+
+
+def _restored(workdir):
+    import orbax.checkpoint as ocp
+
+    with ocp.CheckpointManager((workdir / "checkpoints").absolute()) as manager:
+        return manager.restore(manager.latest_step(), args=ocp.args.StandardRestore())
+
+
+def test_another_config_in_the_same_folder_is_refused(tmp_path):
+    train(config(tmp_path, run={"steps": 1}))
+    with pytest.raises(ValueError, match=r"objective.clip_range: 0.001 -> 0.01"):
+        train(config(tmp_path, objective={"clip_range": 0.01}))
+    with pytest.raises(ValueError, match=r"run.seed: 0 -> 1"):
+        train(config(tmp_path, run={"seed": 1}))
+    assert len(steps(tmp_path)) == 1
+
+
+@pytest.mark.parametrize("method", ["dense_grpo", "flow_grpo", "dense_reward", "coca", "stepwise", "tp_grpo"])
+def test_every_method_runs(tmp_path, method):
+    train(config(tmp_path, credit={"method": method}, prompts={"shared_start": method in ("stepwise", "tp_grpo")}))
+    record = steps(tmp_path)[-1]
+    assert np.isfinite(record["reward"]) and record["masked"] == 0
+    assert ("gains" in record) == (method not in ("flow_grpo", "coca"))
+
+
+@pytest.mark.parametrize(
+    "sections",
+    [
+        {"exploration": {"sampler": "cps", "noise_level": 0.8}},
+        {"exploration": {"sampler": "dance_sde", "noise_level": 0.3}},
+        {"exploration": {"sampler": "ddim_sde", "noise_level": 0.7}},
+        {"exploration": {"window": "fixed", "window_start": 2, "window_size": 3}},
+        {"exploration": {"window": "random", "window_size": 2}},
+        {"exploration": {"window": "sliding", "window_size": 2, "window_every": 1}},
+        {"exploration": {"last_noise": True}},
+        {"objective": {"ratio": "guard", "clip_range": 1e-4}},
+        {"objective": {"step_weights": "tempflow"}},
+        {"objective": {"beta": 0.04, "kl_mode": "code"}},
+        {"objective": {"recompute_old_log_prob": True}},
+        {"completion": {"steps": "all", "solver": "euler"}},
+        {"completion": {"steps": "2", "solver": "euler", "paired": True}},
+        {"completion": {"steps": "1", "solver": "midpoint", "tile": None}},
+        {"completion": {"substeps": 5, "solver": "euler"}},
+        {"completion": {"steps": "all", "tail": "skip_call"}, "sampling": {"grid": "sd3"}},
+        {"sampling": {"chunk": 24, "grid": "sd3", "shift": 2.0}},
+        {"adapter": {"rank": 0}},
+        {"optimizer": {"minibatch": "trajectories", "updates": 2, "micro_batch": 100, "ema_decay": 0.0}},
+        {"credit": {"gamma": 0.5, "over": "joint", "std": "global"}},
+        {"prompts": {"per_step": 11, "group_size": 8}},
+    ],
+    ids=lambda sections: "+".join(f"{k}.{n}={v}" for k, s in sections.items() for n, v in s.items()),
+)
+def test_every_setting_acts(tmp_path, sections):
+    train(config(tmp_path, run={"steps": 1}, **sections))
+    record = steps(tmp_path)[-1]
+    assert np.isfinite(record["reward"]) and np.isfinite(record["last_update"]["grad_norm"]) and record["last_update"]["grad_norm"] > 0
+
+
+def test_recomputed_old_log_probs_make_the_first_ratio_exactly_one(tmp_path):
+    train(config(tmp_path, objective={"recompute_old_log_prob": True}))
+    for record in steps(tmp_path):
+        assert record["first_update"]["ratio_min"] == record["first_update"]["ratio_max"] == 1.0
+
+
+def test_kl_is_zero_at_the_base_and_grows(tmp_path):
+    train(config(tmp_path, objective={"beta": 0.01}))
+    first, second = steps(tmp_path)
+    assert first["first_update"]["kl"] == 0.0 and second["last_update"]["kl"] > 0.0
+
+
+def test_nothing_is_compiled_after_the_first_step(tmp_path):
+    compiled = []
+
+    def listen(event, duration, **kwargs):
+        if event == "/jax/core/compile/backend_compile_duration":
+            compiled.append(event)
+
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    counts = []
+    for n in (1, 4):
+        compiled.clear()
+        train(config(tmp_path / str(n), run={"steps": n, "save_every": n}))
+        counts.append(len(compiled))
+    assert counts[0] > 0 and counts[1] <= counts[0]
+
+
+def test_failed_scores_are_masked_and_counted(tmp_path):
+    from densegrpo_jax.scenes import toy
+
+    def sometimes(images, prompts, metadata):
+        scores = toy.spot_reward(images, prompts)
+        scores[::7] = np.nan
+        return scores
+
+    train(config(tmp_path, rewards=("sometimes",)), extra_rewards={"sometimes": sometimes})
+    for record in steps(tmp_path):
+        assert record["masked"] == -(-96 * 11 // 7)
+        assert 0.4 < record["reward"] < 0.9  # failed scores are not zeros in the mean
+
+
+def test_a_reward_of_the_wrong_length_is_named(tmp_path):
+    with pytest.raises(ValueError, match="reward 'short' returned shape"):
+        train(config(tmp_path, rewards=("short",)), extra_rewards={"short": lambda images, prompts, metadata: np.zeros(3)})
+
+
+def test_own_credit_plugs_in(tmp_path):
+    def last_half(rewards, groups):
+        gains = np.diff(rewards, axis=0)
+        gains[: len(gains) // 2] = 0.0
+        return gains
+
+    train(config(tmp_path), credit_method=last_half)
+    advantage = steps(tmp_path)[-1]["advantage_abs"]
+    assert not any(advantage[:5]) and all(advantage[5:])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "reason"),
+    [
+        ([], None),
+        (["nowhere"], "no config 'nowhere'"),
+        (["toy", "--optimizer.updates", "7"], "choose one of"),
+        (["toy", "--prompts.group-size", "1"], "must be at least 2"),
+        (["toy", "--rewards", "nothing"], "unknown reward 'nothing'"),
+        (["toy", "--rewards", "toy_spot=much"], "no finite weight"),
+        (["toy", "--prompts.train", "nowhere.txt"], "no such file"),
+        (["toy", "--sampling.guidance-scale", "3"], "no unconditional branch"),
+        (["toy", "--sampling.shift", "2"], "has no effect"),
+        (["toy", "--exploration.noise-level", "0"], "no step is both in the window and noisy"),
+        (["toy", "--exploration.window", "fixed", "--exploration.window-start", "9"], "does not fit"),
+        (["toy", "--completion.steps", "half"], "choose 'all'"),
+        (["toy", "--sampling.chunk", "7"], "does not divide"),
+    ],
+)
+def test_bad_input_is_one_line_and_exit_code_two(tmp_path, capsys, arguments, reason):
+    if arguments and arguments[0] == "toy":
+        arguments = [*arguments, "--run.workdir", str(tmp_path / "run")]
+    code = cli.main(["train", *arguments])
+    said = capsys.readouterr()
+    if reason is None:
+        assert code == 0 and "toy" in said.out
+    else:
+        assert code == 2 and reason in said.err and "Traceback" not in said.err
+        assert not (tmp_path / "run" / "metrics.jsonl").exists()
+
+
+def test_a_prompt_file_with_bad_bytes_is_refused_with_its_line(tmp_path, capsys):
+    path = tmp_path / "prompts.txt"
+    path.write_bytes(b"a spot at the centre\n\xff\xfe\n")
+    assert cli.main(["train", "toy", "--prompts.train", str(path), "--run.workdir", str(tmp_path / "run")]) == 2
+    assert "line 2" in capsys.readouterr().err
+
+
+def test_report_escapes_what_users_write(tmp_path):
+    train(config(tmp_path, run={"steps": 1}, evaluation={"every": 1}))
+    prompts = tmp_path / "samples" / "prompts.json"
+    texts = json.loads(prompts.read_text())
+    prompts.write_text(json.dumps(["<script>alert(1)</script>", *texts[1:]]))
+    assert "<script>" not in report.write(tmp_path).read_text()
