@@ -19,7 +19,7 @@ import numpy as np
 
 from densegrpo_jax.flow.rollout import in_chunks
 from densegrpo_jax.models import clip
-from densegrpo_jax.models.weights import find_folder, open_weights, read_json, read_params
+from densegrpo_jax.models.weights import check_tensors, find_folder, open_weights, read_json, read_params
 from densegrpo_jax.rewards.base import Reward
 
 # What divides the logit. PickScore (Kirstain et al. 2023, arXiv 2305.01569) is the logit itself; Flow-GRPO's program trains on
@@ -133,10 +133,8 @@ def load_scorer(model: str | Path, kind: str = "pickscore", dtype: Any = jnp.flo
     if processing.crop_size not in (None, (side, side)):
         raise ValueError(f"{folder}: images are cropped to {processing.crop_size}, but the vision tower takes {(side, side)}")
     tokenizer = _read_tokenizer(folder, config.text)
-    inputs = jnp.zeros((1, 1), jnp.int32), jnp.zeros((1, side, side, config.vision.num_channels))
-    shapes = jax.eval_shape(clip.CLIP(config).init, jax.random.key(0), *inputs)["params"]
     sharding = None if mesh is None else jax.sharding.NamedSharding(mesh, jax.P())
-    params = read_params(open_weights(folder), clip.name_table(config), shapes, dtype, sharding, ignored=clip.IGNORED)
+    params = _read_params(folder, config, dtype, sharding)
     return Scorer(Spec(config, processing, KINDS[kind], jnp.dtype(dtype)), params, tokenizer)
 
 
@@ -158,6 +156,21 @@ def _read_processing(folder: Path) -> dict:
     nested = folder / "processor_config.json"
     values = read_json(nested).get("image_processor") if nested.exists() else None
     return values or read_json(folder / "preprocessor_config.json")
+
+
+def _read_params(folder: Path, config: clip.CLIPConfig, dtype: Any, sharding: Any) -> dict:
+    side = config.vision.image_size
+    inputs = jnp.zeros((1, 1), jnp.int32), jnp.zeros((1, side, side, config.vision.num_channels))
+    shapes = jax.eval_shape(clip.CLIP(config).init, jax.random.key(0), *inputs)["params"]
+    table, tensors = clip.name_table(config), open_weights(folder)
+    check_tensors(tensors, table, shapes, clip.IGNORED)
+    # The temperature stays float32: rounded to bfloat16 it would change every score by up to one percent.
+    del table["logit_scale"], shapes["logit_scale"]
+    params = read_params(tensors, table, shapes, dtype, sharding, ignored=(*clip.IGNORED, "logit_scale"))
+    scale = np.asarray(tensors["logit_scale"].view[...]).astype(np.float32)
+    if not np.isfinite(scale):
+        raise ValueError(f"{folder}: logit_scale is {scale}")
+    return {**params, "logit_scale": jax.device_put(scale, jax.tree.leaves(params)[0].sharding)}
 
 
 def _read_tokenizer(folder: Path, config: clip.CLIPTextConfig) -> Any:
@@ -187,8 +200,8 @@ def prepare(processing: ImageProcessing, images: jax.Array) -> jax.Array:
 
     Args:
       processing: what to do.
-      images: [N, H, W, 3]. Of uint8 the resized image is PIL's, bit by bit; floating ones in [0, 1] are resized without rounding to
-        bytes, and can be differentiated.
+      images: [N, H, W, 3]. Of uint8 the resized image is PIL's, bit by bit (but for very tall ones, which Pillow resizes vertically
+        first since version 13); floating ones in [0, 1] are resized without rounding to bytes, and can be differentiated.
 
     Returns:
       float32 [N, h, w, 3].

@@ -51,7 +51,7 @@ def test_a_sum_is_valid_where_all_its_parts_are():
 def test_names_load_and_unknown_ones_are_refused_with_the_known():
     image = np.zeros((1, 8, 8, 3), np.uint8)
     assert score("toy_spot", rewards.load("toy_spot"), image, ["a spot at the centre"], [{}]).valid.all()
-    with pytest.raises(ValueError, match="unknown reward 'pikscore'.*scenes_compose_soft.*words"):
+    with pytest.raises(ValueError, match=r"unknown reward 'pikscore'.*scenes_compose_soft.*words"):
         rewards.load("pikscore")
     for name in ("words:folder", "pickscore:"):
         with pytest.raises(ValueError, match="for pickscore, pickscore_26, clipscore only"):
