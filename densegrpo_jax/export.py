@@ -55,7 +55,7 @@ def export(adapter: Adapter, model: str | Path, format: Format, out: Path, varia
     out = Path(out).expanduser()
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ValueError(f"{out} exists already; choose an empty or new folder")
-    folder = find_folder(model, variant)
+    folder = find_folder(model, variant, weights=format == "merged")
     configs = pipeline.read_configs(folder)
     table, shapes = pipeline.name_table(configs, "transformer"), pipeline.abstract_params(configs, "transformer")
     loras.check(shapes, adapter.lora)

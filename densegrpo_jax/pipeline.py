@@ -140,7 +140,31 @@ def read_configs(folder: Path) -> Configs:
             networks[name] = network.config.from_json(read_json(path))
         except (ValueError, TypeError) as error:
             raise ValueError(f"{path}: {error}") from error
-    return Configs(family, _read_shift(folder / "scheduler" / "scheduler_config.json"), **networks)
+    configs = Configs(family, _read_shift(folder / "scheduler" / "scheduler_config.json"), **networks)
+    _check_fit(folder, configs)
+    return configs
+
+
+def _check_fit(folder: Path, configs: Configs) -> None:
+    """Refuses components that each are readable, but not made for each other."""
+    transformer, short = configs.transformer, (configs.text_encoder, configs.text_encoder_2)
+    if None in (encoder.projection_dim for encoder in short):
+        raise ValueError(f"{folder}: its CLIP encoders must have a projection (CLIPTextModelWithProjection)")
+    pairs = {
+        "the transformer's in_channels and out_channels": (transformer.in_channels, transformer.channels_out),
+        "the transformer's in_channels and the autoencoder's latent_channels": (transformer.in_channels, configs.vae.latent_channels),
+        "the transformer's pooled_projection_dim and the CLIP encoders' projections": (
+            transformer.pooled_projection_dim,
+            sum(encoder.projection_dim for encoder in short),
+        ),
+    }
+    if configs.text_encoder_3 is not None:
+        pairs["the transformer's joint_attention_dim and T5's d_model"] = (transformer.joint_attention_dim, configs.text_encoder_3.d_model)
+    for what, (first, second) in pairs.items():
+        if first != second:
+            raise ValueError(f"{folder}: its components do not fit together: {what} are {first} and {second}")
+    if (width := sum(encoder.hidden_size for encoder in short)) > transformer.joint_attention_dim:
+        raise ValueError(f"{folder}: the CLIP encoders' widths add to {width}, above joint_attention_dim {transformer.joint_attention_dim}")
 
 
 def components(configs: Configs) -> tuple[str, ...]:
@@ -237,9 +261,14 @@ def _read_tokenizers(folder: Path, configs: Configs) -> dict[str, Any]:
             except Exception as error:  # the tokenizers library raises bare Exception for what it cannot parse
                 reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
                 raise ValueError(f"{folder / name}: not a readable tokenizer ({reason})") from error
-            limit, entries = len(tokenizers[name]), getattr(configs, encoder).vocab_size
-            if limit > entries:
-                raise ValueError(f"{folder / name}: has {limit} tokens, but {encoder} embeds {entries}")
+            tokenizer, config = tokenizers[name], getattr(configs, encoder)
+            if len(tokenizer) > config.vocab_size:
+                raise ValueError(f"{folder / name}: has {len(tokenizer)} tokens, but {encoder} embeds {config.vocab_size}")
+            if cls is CLIPTokenizer and tokenizer.model_max_length > config.max_position_embeddings:
+                raise ValueError(
+                    f"{folder / name}: model_max_length {tokenizer.model_max_length} exceeds the {config.max_position_embeddings} "
+                    f"positions of {encoder}"
+                )
     return tokenizers
 
 

@@ -55,10 +55,17 @@ class Sample:
     """Weights to read, "fp16" or "bf16"; default: the unnamed ones."""
 
     def __post_init__(self):
-        for field, low in (("images", 1), ("steps", 1), ("guidance", 1.0), ("seed", 0), ("batch_size", 1)):
-            value = getattr(self, field)
-            if not low <= value < float("inf"):
-                raise ValueError(f"{field} = {value}: must be at least {low}")
+        ranges = {
+            "images": (1, 10_000),
+            "steps": (1, flow.grid.TRAIN_STEPS),
+            "guidance": (1.0, 1000.0),
+            "seed": (0, 2**63 - 1),
+            "max_sequence_length": (1, pipeline.MAX_T5_LENGTH),
+            "batch_size": (1, 10_000),
+        }
+        for field, (low, high) in ranges.items():
+            if not low <= getattr(self, field) <= high:
+                raise ValueError(f"{field} = {getattr(self, field)}: must be from {low} to {high}")
         if not self.prompt:
             raise ValueError("prompt: give at least one")
         if self.out.suffix.lower() != ".png":
@@ -85,13 +92,13 @@ def main(args: Sample) -> Path:
     side = pipeline.default_side(configs)
     height, width = args.height or side, args.width or side
     shape = pipeline.latent_shape(configs, height, width)
-    pipe = pipeline.load(folder, jnp.dtype(args.dtype), variant=args.variant)
     lora = None
     if args.lora is not None:
         table, shapes = pipeline.name_table(configs, "transformer"), pipeline.abstract_params(configs, "transformer")
         lora = adapters.read_adapter(args.lora, table, shapes).lora  # alpha = rank, so the network's lora_scale stays 1
         print(f"adapter {args.lora}: {loras.count_modules(lora)} layers, rank {adapters.rank(lora)}")
 
+    pipe = pipeline.load(folder, jnp.dtype(args.dtype), variant=args.variant)
     texts = [*args.prompt, args.negative_prompt] if args.guidance > 1 else [*args.prompt]
     for warning in pipeline.truncated(pipe, texts, args.max_sequence_length):
         print(f"warning: {warning}")
@@ -132,7 +139,7 @@ def draw(
       num_steps: T.
       lora: adapter with alpha = rank.
       batch_size: images at once; the last batch is filled up, so that one program serves all.
-      progress: show a progress bar.
+      progress: show a progress bar if on a terminal.
 
     Returns:
       uint8 images [B, H, W, 3].
@@ -145,7 +152,7 @@ def draw(
     sigmas = jnp.asarray(pipeline.sigmas(pipe.configs, num_steps), jnp.float32)
     model = pipeline.network(pipe.configs, pipe.dtype)
     images = []
-    with tqdm(total=-(-count // batch_size) * num_steps, disable=not progress, unit="step") as bar:
+    with tqdm(total=-(-count // batch_size) * num_steps, disable=None if progress else True, unit="step") as bar:
         for start in range(0, count, batch_size):
             rows = np.minimum(np.arange(start, start + batch_size), count - 1)
             x, batch = noise[rows], jax.tree.map(lambda leaf, rows=rows: leaf[rows], cond)

@@ -166,6 +166,7 @@ def test_merge_keeps_shards_types_and_only_what_it_needs(folder, adapter, tmp_pa
     whole = SD3Transformer2DModel.from_pretrained(folder / "transformer")
     whole.to(torch.bfloat16).save_pretrained(base / "transformer", max_shard_size="60KB")
     (base / "transformer" / "old.bin").touch()
+    (base / "transformer" / "diffusion_pytorch_model.safetensors.index.fp16.json").write_text("{}")
     (base / "whole_model.safetensors").touch()
     (base / "vae" / "diffusion_pytorch_model.fp16.safetensors").touch()
     shards = sorted(path.name for path in (base / "transformer").glob("*.safetensors"))

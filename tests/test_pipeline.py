@@ -307,6 +307,12 @@ BAD_FOLDERS = {
     "no weights": (lambda f: (f / "text_encoder_2/model.safetensors").unlink(), r"text_encoder_2: has no .*model\.safetensors"),
     "cut weights": (lambda f: (f / "vae/diffusion_pytorch_model.safetensors").write_bytes(b"cut"), "vae/.*not a readable safetensors"),
     "bad tokenizer": (lambda f: (f / "tokenizer_2/tokenizer.json").write_text("{}"), "tokenizer_2: not a readable tokenizer"),
+    "other latents": (lambda f: edit(f / "vae/config.json", latent_channels=4), "do not fit together: .*in_channels .* 16 and 4"),
+    "other pooling": (lambda f: edit(f / "text_encoder/config.json", projection_dim=8), "pooled_projection_dim .* 28 and 24"),
+    "other T5": (lambda f: edit(f / "text_encoder_3/config.json", d_model=16), "joint_attention_dim .* 32 and 16"),
+    "wide CLIP": (lambda f: edit(f / "text_encoder/config.json", hidden_size=32), "widths add to 44, above joint_attention_dim 32"),
+    "no projection": (lambda f: edit(f / "text_encoder/config.json", architectures=["CLIPTextModel"]), "must have a projection"),
+    "long tokenizer": (lambda f: edit(f / "tokenizer/tokenizer_config.json", model_max_length=77), "77 exceeds the 12 positions"),
     "foreign tokenizer": (lambda f: edit(f / "text_encoder/config.json", vocab_size=100), "tokenizer: has 212 .* embeds 100"),
 }
 

@@ -15,6 +15,7 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 from flax.traverse_util import flatten_dict, unflatten_dict
@@ -58,13 +59,14 @@ class Stored(NamedTuple):
 # Finding files
 
 
-def find_folder(model: str | Path, variant: str | None = None) -> Path:
+def find_folder(model: str | Path, variant: str | None = None, weights: bool = True) -> Path:
     """A local folder in diffusers layout, downloaded from the Hugging Face hub when `model` is not one already.
 
     Args:
       model: a folder, or a hub id such as "stabilityai/stable-diffusion-3.5-medium".
       variant: which weights to download, "fp16" or "bf16"; None for the unnamed ones. Component configs, tokenizers and
         this one set of safetensors are fetched, no pickled weights and no single-file checkpoints.
+      weights: False leaves the weights out.
 
     Returns:
       The folder.
@@ -82,7 +84,7 @@ def find_folder(model: str | Path, variant: str | None = None) -> Path:
 
     from huggingface_hub import errors, snapshot_download
 
-    weights = f"*.{variant}*" if variant else "*.safetensors*"
+    chosen = f"*.{variant}*" if variant else "*.safetensors*"
     try:
         return Path(
             snapshot_download(
@@ -92,7 +94,7 @@ def find_folder(model: str | Path, variant: str | None = None) -> Path:
                     "scheduler/*.json",
                     *(f"{t}/*" for t in TOKENIZERS),
                     *(f"{c}/config.json" for c in COMPONENTS),
-                    *(f"{c}/{weights}" for c in COMPONENTS),
+                    *(f"{c}/{chosen}" for c in COMPONENTS if weights),
                 ],
                 ignore_patterns=["*.bin*", "*.msgpack"] + ([] if variant else ["*.fp16*", "*.bf16*"]),
             )
@@ -221,7 +223,8 @@ def read_params(
       table: the network's name table: "/"-joined path of a parameter -> the torch tensors it is made of.
       shapes: nested dict of anything with a `shape`, as `jax.eval_shape` of the network's init gives.
       dtype: the type to hold the parameters in, cast while reading.
-      sharding: a `jax.sharding.Sharding` for all, a tree of them that is a prefix of `shapes`, or None for the default device.
+      sharding: a `jax.sharding.Sharding` for all, a tree of them that is a prefix of `shapes`, or None for the
+        default device, uncommitted.
       tied: torch names that some writers store a second time, each with the name it repeats: they may be absent, and must hold
         the same values when they are there.
       ignored: torch names of constants that the network makes itself; they may be absent.
@@ -239,9 +242,7 @@ def read_params(
         if copy in tensors and not np.array_equal(tensors[copy].view[...], tensors[name].view[...]):
             raise ValueError(f"{tensors[copy].file}: {copy} and {name} should be one tensor, but their values differ")
 
-    if sharding is None:
-        sharding = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
-    shardings = flatten_dict(jax.tree.broadcast(sharding, shapes), sep="/")
+    shardings = flatten_dict(jax.tree.broadcast(sharding, shapes), sep="/") if sharding is not None else dict.fromkeys(flat)
     dtype = np.dtype(dtype)
     return unflatten_dict({path: _read(tensors, table[path], flat[path].shape, dtype, shardings[path]) for path in flat}, sep="/")
 
@@ -276,6 +277,8 @@ def _read(tensors: Mapping[str, Stored], source: Source, shape: tuple[int, ...],
                 read[key] = np.ascontiguousarray(part(source.names[0], index))
         return read[key]
 
+    if sharding is None:
+        return jnp.asarray(callback((slice(None),) * len(shape)))
     return jax.make_array_from_callback(tuple(shape), sharding, callback)
 
 

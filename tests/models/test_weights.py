@@ -321,7 +321,9 @@ def test_download_asks_for_one_set_of_safetensors(tmp_path, monkeypatch):
     def asked(call, file):
         return any(fnmatch(file, p) for p in call["allow_patterns"]) and not any(fnmatch(file, p) for p in call["ignore_patterns"])
 
-    plain, half = calls
+    weights.find_folder("owner/name", weights=False)
+    plain, half, bare = calls
+    assert not asked(bare, "vae/diffusion_pytorch_model.safetensors") and not asked(bare, "vae/model.fp16.safetensors")
     for call in calls:
         assert all(asked(call, f) for f in ("model_index.json", "transformer/config.json", "tokenizer_3/tokenizer.json"))
         assert not any(asked(call, f) for f in ("sd3.5_medium.safetensors", "text_encoders/t5xxl.safetensors", "vae/model.bin"))
