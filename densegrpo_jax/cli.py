@@ -1,10 +1,13 @@
 """The command line: `densegrpo COMMAND ...`."""
 
+import dataclasses
 import importlib.util
 import sys
 from pathlib import Path
+from typing import Literal
 
 import densegrpo_jax_configs
+import tyro
 
 from densegrpo_jax import __version__
 from densegrpo_jax.config import Config
@@ -58,8 +61,6 @@ def _train(argv: list[str]) -> int:
     if not argv or argv[0] in ("-h", "--help"):
         print(f"densegrpo {_train.__doc__}\n\nconfigs:\n{_list_configs()}\n\n`densegrpo train CONFIG --help` explains every field.")
         return 0
-    import tyro
-
     config = tyro.cli(Config, default=load_config(argv[0]), args=argv[1:], prog=f"densegrpo train {argv[0]}")
     from densegrpo_jax.train.loop import train
 
@@ -69,15 +70,42 @@ def _train(argv: list[str]) -> int:
 
 def _sample(argv: list[str]) -> int:
     """sample FOLDER --prompt TEXT ...             draw images with a model folder, with or without an adapter"""
-    import tyro
-
     from densegrpo_jax import sample
 
     sample.main(tyro.cli(sample.Sample, args=argv, prog="densegrpo sample"))
     return 0
 
 
-COMMANDS = {"train": _train, "sample": _sample}
+@dataclasses.dataclass(frozen=True)
+class Export:
+    """Write the adapter of a run for diffusers, PEFT or ComfyUI, or folded into a full model folder."""
+
+    run: tyro.conf.Positional[Path]
+    """Work folder of the run."""
+    out: Path
+    """Folder to write; new or empty."""
+    format: Literal["diffusers", "peft", "merged"] = "diffusers"
+    """For pipe.load_lora_weights and ComfyUI; for PEFT; or a full model folder with the adapter folded in."""
+    weights: Literal["ema", "last"] = "ema"
+    """The running average that evaluation uses, or the last weights."""
+    dtype: Literal["float32", "bfloat16", "float16"] | None = None
+    """Type of a merged transformer; that of the folder by default."""
+
+
+def _export(argv: list[str]) -> int:
+    """export RUN --out FOLDER                    the trained adapter for diffusers, PEFT, ComfyUI, or merged"""
+    args = tyro.cli(Export, args=argv, prog="densegrpo export")
+    from densegrpo_jax import export
+    from densegrpo_jax.train import checkpoint
+
+    adapter, model = checkpoint.trained_adapter(args.run, args.weights)
+    if model["path"] == "toy":
+        raise ValueError(f"{args.run}: the toy has no model folder that another program could load")
+    print(export.export(adapter, model["path"], args.format, args.out, model["variant"], args.dtype))
+    return 0
+
+
+COMMANDS = {"train": _train, "sample": _sample, "export": _export}
 
 
 def _overview() -> str:

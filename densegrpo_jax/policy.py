@@ -119,8 +119,11 @@ def from_folder(config: Config) -> Policy:
         if config.adapter.start is None:
             return fresh_adapter(config, network, lora.ATTENTION_TARGETS)
         table, shapes = pipeline.name_table(configs, "transformer"), pipeline.abstract_params(configs, "transformer")
-        found = adapter.read_adapter(config.adapter.start, table, shapes).lora  # strength folded in: alpha = rank
-        return jax.tree_util.tree_map_with_path(lambda path, leaf: leaf / lora_scale(config) if path[-1].key == "b" else leaf, found)
+        found = adapter.read_adapter(config.adapter.start, table, shapes, config.adapter.alpha).lora
+        if adapter.rank(found) != config.adapter.rank:
+            given, found_rank = config.adapter, adapter.rank(found)
+            raise ValueError(f"adapter.rank = {given.rank}, but the adapter in {given.start} has rank {found_rank}: set adapter.rank to it")
+        return found
 
     return Policy(
         params={"network": network, "decoder": pipe.params["vae"]},

@@ -274,7 +274,7 @@ def _read(tensors: Mapping[str, Stored], source: Source, shape: tuple[int, ...],
                 for row, name in zip(read[key], source.names[index[0]]):
                     row[...] = part(name, index[1:])
             else:
-                read[key] = np.ascontiguousarray(part(source.names[0], index))
+                read[key] = np.array(part(source.names[0], index), order="C")  # keeps a scalar a scalar
         return read[key]
 
     if sharding is None:

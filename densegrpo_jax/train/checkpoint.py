@@ -1,12 +1,15 @@
 """Checkpoints by orbax: what is trained, optimiser, EMA and counters, with the config beside them."""
 
 import json
+from pathlib import Path
+from typing import Literal
 
 import jax
 import orbax.checkpoint as ocp
 
 from densegrpo_jax import config as configs
 from densegrpo_jax.config import Config
+from densegrpo_jax.models.adapter import Adapter
 from densegrpo_jax.train.state import TrainState
 
 FREE_TO_CHANGE = ("run", "evaluation")  # sections of the config that a continued run may change
@@ -61,3 +64,29 @@ def _fixed_fields(values: dict) -> dict:
         if section not in FREE_TO_CHANGE:
             flat |= {f"{section}.{name}": v for name, v in fields.items()} if isinstance(fields, dict) else {section: fields}
     return flat
+
+
+def trained_adapter(workdir: Path, weights: Literal["ema", "last"] = "ema") -> tuple[Adapter, dict]:
+    """The adapter of a run's latest checkpoint, for export and sampling outside the trainer.
+
+    Args:
+      workdir: of the run.
+      weights: the running average that evaluation uses, or the last weights.
+
+    Returns:
+      The adapter, and the "model" section of the run's config.
+
+    Raises:
+      ValueError: no run there, no checkpoint yet, or a run that trained all weights instead of an adapter.
+    """
+    if not (workdir / "config.json").is_file():
+        raise ValueError(f"{workdir}: not the work folder of a run (it has no config.json)")
+    settings = json.loads((workdir / "config.json").read_text())
+    if settings["adapter"]["rank"] == 0:
+        raise ValueError(f"{workdir}: this run trained all weights (adapter.rank = 0), there is no adapter to export")
+    with ocp.CheckpointManager((workdir / "checkpoints").absolute()) as saver:
+        if saver.latest_step() is None:
+            raise ValueError(f"{workdir}: has no checkpoint yet")
+        saved = saver.restore(saver.latest_step(), args=ocp.args.StandardRestore())
+    averaged = weights == "ema" and settings["optimizer"]["ema_decay"] > 0.0
+    return Adapter(saved["ema" if averaged else "trained"], settings["adapter"]["alpha"]), settings["model"]

@@ -38,7 +38,7 @@ def init(config: Config, trained: dict) -> TrainState:
 
 def apply_gradients(config: Config, state: TrainState, grads: dict) -> tuple[TrainState, dict]:
     """One optimiser update, and the EMA with decay min((1 + n) / (10 + n), d). A gradient that is not finite changes nothing."""
-    norm = optax.global_norm(grads)
+    norm = optax.tree.norm(grads)
     finite = jnp.isfinite(norm)
     updates, opt_state = optimizer(config).update(grads, state.opt_state, state.trained)
     trained = optax.apply_updates(state.trained, updates)
@@ -48,4 +48,4 @@ def apply_gradients(config: Config, state: TrainState, grads: dict) -> tuple[Tra
     new = TrainState(state.step, trained, opt_state, ema, state.updates + 1, state.skipped)
     kept = state._replace(skipped=state.skipped + 1)
     chosen = jax.tree.map(lambda a, b: jnp.where(finite, a, b), new, kept)
-    return chosen, {"grad_norm": norm, "adapter_norm": optax.global_norm(chosen.trained)}
+    return chosen, {"grad_norm": norm, "adapter_norm": optax.tree.norm(chosen.trained)}

@@ -17,5 +17,5 @@ def params_from_torch(state_dict, table: dict[str, Source]) -> dict:
     for path, source in table.items():
         arrays = [TRANSFORMS[source.transform](state_dict[name].detach().float().numpy()) for name in source.names]
         assert source.stacked or len(arrays) == 1, path
-        flat[path] = np.ascontiguousarray(np.stack(arrays) if source.stacked else arrays[0])
+        flat[path] = np.array(np.stack(arrays) if source.stacked else arrays[0], order="C")
     return traverse_util.unflatten_dict(flat, sep="/")

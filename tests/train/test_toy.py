@@ -14,6 +14,14 @@ from densegrpo_jax.train import metrics, report
 from densegrpo_jax.train.loop import train
 
 
+@pytest.fixture(autouse=True)
+def plain_dispatch(request):
+    """Whole runs go without key-reuse checks, which dispatch every call through Python; one short run keeps them."""
+    jax.config.update("jax_debug_key_reuse", "key_reuse" in request.node.name)
+    yield
+    jax.config.update("jax_debug_key_reuse", True)
+
+
 def config(workdir: Path, **sections):
     base = cli.load_config("toy")
     quick = {"run": {"steps": 2, "workdir": workdir, "save_every": 1, "report_every": 0}, "evaluation": {"every": 0}}
@@ -118,6 +126,10 @@ def test_every_setting_acts(tmp_path, sections):
     train(config(tmp_path, run={"steps": 1}, **sections))
     record = steps(tmp_path)[-1]
     assert np.isfinite(record["reward"]) and np.isfinite(record["last_update"]["grad_norm"]) and record["last_update"]["grad_norm"] > 0
+
+
+def test_no_key_is_used_twice_key_reuse(tmp_path):
+    train(config(tmp_path, run={"steps": 1}, evaluation={"every": 1}))
 
 
 def test_recomputed_old_log_probs_make_the_first_ratio_exactly_one(tmp_path):

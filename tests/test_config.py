@@ -1,0 +1,57 @@
+import dataclasses
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from densegrpo_jax import config as configs
+from densegrpo_jax.config import Config, Optimizer, Prompts
+
+
+def made(p, g, updates, micro, minibatch="pairs"):
+    return Config(prompts=Prompts(per_step=p, group_size=g), optimizer=Optimizer(updates=updates, micro_batch=micro, minibatch=minibatch))
+
+
+@given(
+    st.integers(1, 12), st.integers(2, 30), st.integers(1, 9), st.integers(1, 300), st.integers(1, 12), st.integers(1, 8),
+    st.sampled_from(["pairs", "trajectories"]),
+)  # fmt: skip
+def test_a_batch_is_refused_or_splits_into_equal_parts(p, g, updates, micro, trained, devices, minibatch):
+    config = made(p, g, updates, micro, minibatch)
+    try:
+        configs.check(config, trained, devices)
+    except ValueError as error:
+        assert "choose" in str(error)
+        assert p * g % devices or (p * g if minibatch == "trajectories" else p * g * trained) % updates
+        return
+    size = configs.micro_batch(config, trained)
+    share = p * g * trained // updates
+    assert 1 <= size <= micro and share % size == 0 and p * g * trained % updates == 0
+
+
+def test_refusals_list_what_would_work():
+    with pytest.raises(ValueError, match=r"updates = 7 does not divide the 864 .*choose one of \[1, 2, 3, 4, 6, 8, 9"):
+        configs.check(made(4, 24, 7, 32), 9)
+    with pytest.raises(ValueError, match=r"choose per_step from \[2, 4, 6"):
+        configs.check(made(3, 24, 1, 32), 9, devices=16)
+
+
+@pytest.mark.parametrize(
+    ("rewards", "expected"),
+    [(("a",), {"a": 1.0}), (("a=0.25", "b=-2"), {"a": 0.25, "b": -2.0})],
+)
+def test_reward_weights(rewards, expected):
+    assert configs.reward_weights(Config(rewards=rewards)) == expected
+
+
+@pytest.mark.parametrize("rewards", [(), ("a", "a=2"), ("a=x",), ("a=nan",), ("a=inf",)])
+def test_bad_reward_weights(rewards):
+    with pytest.raises(ValueError, match="rewards"):
+        configs.reward_weights(Config(rewards=rewards))
+
+
+def test_configs_are_frozen_and_become_json():
+    config = Config()
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        config.run.seed = 1
+    assert configs.to_json(config)["run"]["workdir"] == "runs/default"
