@@ -101,7 +101,7 @@ class Scorer(NamedTuple):
 
 
 def load(
-    model: str | Path, kind: str = "pickscore", dtype: Any = jnp.float32, chunk: int = 64, mesh: jax.sharding.Mesh | None = None
+    model: str | Path, kind: str = "pickscore", dtype: Any = jnp.float32, chunk: int = 32, mesh: jax.sharding.Mesh | None = None
 ) -> Reward:
     """The reward of a CLIP folder; see `load_scorer` and `as_reward`."""
     return as_reward(load_scorer(model, kind, dtype, mesh), chunk, mesh)
@@ -309,7 +309,7 @@ def _embed_texts(params, spec, ids):
     return clip.CLIP(spec.config, spec.dtype).apply({"params": params}, ids, method="embed_text")
 
 
-def as_reward(scorer: Scorer, chunk: int = 64, mesh: jax.sharding.Mesh | None = None) -> Reward:
+def as_reward(scorer: Scorer, chunk: int = 32, mesh: jax.sharding.Mesh | None = None) -> Reward:
     """The scorer as a reward: images in chunks, every prompt encoded once.
 
     Args:

@@ -181,7 +181,7 @@ def test_kinds_differ_in_scale(folder, scorer):
 def test_chunks_devices_and_padding_change_nothing(folder, scorer):
     images = random_images(11, 24, 24)
     prompts = [PROMPTS[i % len(PROMPTS)] for i in range(11)]
-    expected = clip.as_reward(scorer, 64)(images, prompts, [])
+    expected = clip.as_reward(scorer, 11)(images, prompts, [])
     assert expected.shape == (11,)
     np.testing.assert_allclose(clip.as_reward(scorer, 3)(images, prompts, []), expected, atol=1e-5)
     mesh = jax.make_mesh((4, 2), ("data", "fsdp"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
