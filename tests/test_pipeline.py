@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import traverse_util
 
 torch = pytest.importorskip("torch")
 
@@ -261,6 +262,9 @@ def test_decode_in_chunks_and_bytes(pipe):
     pixels, finite = pipeline.to_uint8(broken)
     assert finite.tolist() == [True, False, True, True]
     np.testing.assert_array_equal(pixels[0], np.asarray(images[0] * 255).round().astype(np.uint8))
+    flat = traverse_util.flatten_dict(pipe.params["vae"], sep="/")
+    flat["decoder/conv_out/bias"] = jnp.array([jnp.inf, 0.0, 0.0])  # clipping would make this a plain red
+    assert not pipeline.to_uint8(decode(pipe.configs, traverse_util.unflatten_dict(flat, sep="/"), latents))[1].any()
 
 
 def test_bfloat16_is_close(folder, pipe):
