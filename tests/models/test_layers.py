@@ -115,15 +115,16 @@ def test_a_small_adapter_survives_bfloat16():
     apply = lambda lora: layer.apply({**variables, "lora": lora}, jnp.ones((1, 2))).astype(jnp.float32).sum()  # noqa: E731
     out, grads = jax.value_and_grad(apply)(variables["lora"])
     np.testing.assert_allclose(out, 2e-3, rtol=1e-2)
+    assert layer.apply(variables, jnp.ones((1, 2))).dtype == jnp.bfloat16
     assert grads["a"].dtype == grads["b"].dtype == jnp.float32
     np.testing.assert_allclose(grads["b"], [[2e-3]], rtol=1e-2)
 
 
-def test_dense_gradients_of_float32_weights_are_accumulated_in_float32():
-    """4096 ones summed in bfloat16 would stop at 256."""
+def test_weight_gradients_keep_the_precision_of_the_weights():
+    """The sum of 4097 ones is no bfloat16 number."""
     layer = Dense(1, use_bias=False, dtype=jnp.bfloat16)
-    grad = jax.grad(lambda k: layer.apply({"params": {"kernel": k}}, jnp.ones((4096, 1))).astype(jnp.float32).sum())(jnp.ones((1, 1)))
-    assert grad.dtype == jnp.float32 and grad[0, 0] == 4096
+    grad = jax.grad(lambda k: layer.apply({"params": {"kernel": k}}, jnp.ones((4097, 1))).astype(jnp.float32).sum())(jnp.ones((1, 1)))
+    assert grad.dtype == jnp.float32 and grad[0, 0] == 4097
 
 
 @pytest.mark.parametrize(("a", "b"), [((5, 3), (3, 10)), ((6, 3), (2, 10)), ((6, 3), (3, 9)), ((2, 6, 3), (2, 3, 10)), ((6, 3), None)])
