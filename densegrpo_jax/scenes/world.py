@@ -130,7 +130,7 @@ def sample_scene(seed, split: str = "train", tag: str | None = None, any_letters
 
 def caption(scene: Scene, seed) -> str:
     """Returns one of several phrasings of what the scene asks for; equal seeds give equal captions."""
-    return _phrase(np.random.default_rng(seed), scene.tag, scene.include)
+    return phrase(scene.tag, scene.include, seed)
 
 
 def metadata(scene: Scene, seed) -> dict:
@@ -216,19 +216,19 @@ def _places(rng, radii, relation):
             (float(8 + 16 * (q % 2) + rng.uniform(-r, r)), float(8 + 16 * (q // 2) + rng.uniform(-r, r)))
             for q, r in zip(quarters, room, strict=True)
         ]
+    reach = reach[None, :, None]
     while True:
-        places = rng.uniform(reach[:, None] + 0.25, SIZE - reach[:, None] - 0.25, (len(radii), 2))
-        if len(radii) == 1:
-            break
-        gap = places[1] - places[0]
-        if relation is None and np.hypot(*gap) >= reach.sum() + 1.0:
-            break
-        if relation is not None:
-            along = float(gap @ np.array(RELATIONS[relation]))
-            across = float(np.abs(gap).sum() - np.abs(along))
-            if along >= reach.sum() + 0.5 and across <= 0.5 * along:
-                break
-    return [(float(x), float(y)) for x, y in places]
+        places = rng.uniform(reach + 0.25, SIZE - reach - 0.25, (64, len(radii), 2))  # 64 tries at once
+        if relation is None:
+            apart = np.linalg.norm(places[:, -1] - places[:, 0], axis=-1)
+            fits = apart >= reach.sum() + 1.0 if len(radii) > 1 else apart == 0.0
+        else:
+            gap = places[:, 1] - places[:, 0]
+            along = gap @ np.array(RELATIONS[relation])
+            across = np.abs(gap).sum(-1) - np.abs(along)
+            fits = (along >= reach.sum() + 0.5) & (across <= 0.5 * along)
+        if fits.any():
+            return [(float(x), float(y)) for x, y in places[fits.argmax()]]
 
 
 # ---- captions
@@ -243,8 +243,15 @@ def _noun(clause: dict) -> str:
     return " ".join(word for word in words if word)
 
 
-def _phrase(rng, tag, include) -> str:
-    """Phrases a request; at most eleven words, or as many tokens with the letters of a word."""
+def phrase(tag: str, include, seed) -> str:
+    """Returns one of several phrasings of a request; equal seeds give equal phrasings.
+
+    Args:
+      tag: one of TAGS.
+      include: GenEval's clauses.
+      seed: an int or a sequence of ints.
+    """
+    rng = np.random.default_rng(seed)
     opening = str(rng.choice(["a photo of ", "a picture of ", "a drawing of ", ""]))
     if tag == "word":
         text, color = f'"{include[0]["text"]}"', include[0].get("color")

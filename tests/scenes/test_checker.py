@@ -1,5 +1,7 @@
 """The judge: right on fresh drawings, wrong on wrong ones, GenEval's partial credit by hand, and a soft score that is continuous."""
 
+import itertools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -119,7 +121,7 @@ def test_soft_falls_as_noise_and_blur_grow():
     blurred = [ndimage.gaussian_filter(images.astype(np.float32), (0, s, s, 0)).astype(np.uint8) for s in (0, 0.7, 1.2, 2.0)]
     for series in (noisy, blurred):
         means = [checker.judge(batch, requests, "soft").mean() for batch in series]
-        assert all(a > b + 0.005 for a, b in zip(means, means[1:])), means
+        assert all(a > b + 0.005 for a, b in itertools.pairwise(means)), means
 
 
 def test_floats_and_bytes_agree_and_order_does_not_matter():
