@@ -1,6 +1,8 @@
 """The OCR rule by table, failures of the engine, and the real engine on drawn words and on a page."""
 
 import logging
+import sys
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -83,8 +85,30 @@ def test_wrong_images_are_refused():
             ocr.as_reward(lambda image: "")(images, ["a", "b"], [{}, {}])
 
 
+@pytest.mark.parametrize("detect", [False, True])
+def test_the_engine_is_called_with_every_switch_and_in_its_channel_order(monkeypatch, detect):
+    calls = []
+
+    class Engine:
+        def __init__(self, params):
+            self.params = params
+
+        def __call__(self, image, **switches):
+            calls.append((image, switches))
+            return SimpleNamespace(txts=("GOOD", "noise", "DAY"), scores=(0.9, 0.0, 0.1))
+
+    monkeypatch.setitem(sys.modules, "rapidocr", SimpleNamespace(RapidOCR=Engine))
+    read = ocr.load_engine(detect)
+    loaded = [switches["use_det"] for _, switches in calls]
+    assert set(loaded) == {False, detect}  # every network has run once
+    image = np.random.default_rng(0).integers(0, 256, (4, 5, 3), dtype=np.uint8)
+    assert read(image) == "GOODDAY"  # lines of no confidence are dropped
+    np.testing.assert_array_equal(calls[-1][0], image[:, :, [2, 1, 0]])
+    assert calls[-1][1] == {"use_det": detect, "use_cls": False, "use_rec": True}
+
+
 def test_a_missing_engine_is_named_with_the_command_that_installs_it(monkeypatch):
-    monkeypatch.setitem(__import__("sys").modules, "rapidocr", None)
+    monkeypatch.setitem(sys.modules, "rapidocr", None)
     with pytest.raises(ValueError, match=r"pip install \"densegrpo_jax\[ocr\]\""):
         rewards.load("words")
 
