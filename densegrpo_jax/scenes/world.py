@@ -39,6 +39,7 @@ TAG_WEIGHTS = (0.08, 0.12, 0.18, 0.12, 0.16, 0.17, 0.17)
 SPLITS = ("train", "heldout")
 PLURALS = {shape: "crosses" if shape == "cross" else shape + "s" for shape in SHAPES}
 NUMBERS = {2: "two", 3: "three", 4: "four"}
+JITTER = 1.0  # largest distance, along x and y, of an item from the middle of its quarter, pixels
 WORD_TOP, WORD_PITCH = 10, 8  # first pixel row of the letters; pixels from one letter to the next
 WORDS = tuple(
     """
@@ -139,7 +140,7 @@ def metadata(scene: Scene, seed) -> dict:
 
 
 def prompts(split: str, count: int, seed: int, tags=TAGS) -> list[dict]:
-    """Returns `count` requests in GenEval's form without repeated prompts, the tags in turn.
+    """Returns `count` requests in GenEval's form without repeated prompts, the tags in turn until one has no more to give.
 
     Args:
       split: "train" or "heldout".
@@ -148,16 +149,20 @@ def prompts(split: str, count: int, seed: int, tags=TAGS) -> list[dict]:
       tags: which tags, in the order in which they come up.
 
     Raises:
-      ValueError: a split or tag is unknown, or a tag has too few different prompts.
+      ValueError: a split or tag is unknown, or there are not that many prompts.
     """
     found: dict[str, dict] = {}
-    attempt = 0
+    open_tags, attempt, misses = list(tags), 0, 0
     while len(found) < count:
-        if attempt > 50 * count + 1000:
-            raise ValueError(f"{count} different prompts were asked for; split {split!r} with tags {tuple(tags)} gave only {len(found)}")
-        scene = sample_scene((seed, attempt), split, tags[len(found) % len(tags)])
-        request = metadata(scene, (seed, attempt, 1))
+        if not open_tags:
+            raise ValueError(f"{count} different prompts were asked for; split {split!r} with tags {tuple(tags)} has about {len(found)}")
+        tag = open_tags[len(found) % len(open_tags)]
+        request = metadata(sample_scene((seed, attempt), split, tag), (seed, attempt, 1))
+        misses = misses + 1 if request["prompt"] in found else 0
         found.setdefault(request["prompt"], request)
+        if misses == 100:
+            open_tags.remove(tag)
+            misses = 0
         attempt += 1
     return list(found.values())
 
@@ -207,28 +212,18 @@ def _realise(rng, tag, include, relation) -> Scene:
 
 
 def _places(rng, radii, relation):
-    """Returns centres [(x, y)] of items that do not touch: one anywhere, two apart, three or four in the quarters of the picture."""
-    reach = 1.25 * np.array(radii)  # the corners of triangles and stars
-    if len(radii) > 2:
-        quarters = rng.permutation(4)[: len(radii)]
-        room = np.maximum(8.0 - reach, 0.0)
-        return [
-            (float(8 + 16 * (q % 2) + rng.uniform(-r, r)), float(8 + 16 * (q // 2) + rng.uniform(-r, r)))
-            for q, r in zip(quarters, room, strict=True)
-        ]
-    reach = reach[None, :, None]
-    while True:
-        places = rng.uniform(reach + 0.25, SIZE - reach - 0.25, (64, len(radii), 2))  # 64 tries at once
-        if relation is None:
-            apart = np.linalg.norm(places[:, -1] - places[:, 0], axis=-1)
-            fits = apart >= reach.sum() + 1.0 if len(radii) > 1 else apart == 0.0
-        else:
-            gap = places[:, 1] - places[:, 0]
-            along = gap @ np.array(RELATIONS[relation])
-            across = np.abs(gap).sum(-1) - np.abs(along)
-            fits = (along >= reach.sum() + 0.5) & (across <= 0.5 * along)
-        if fits.any():
-            return [(float(x), float(y)) for x, y in places[fits.argmax()]]
+    """Returns centres [(x, y)]: each item has a quarter of the picture to itself and lies near its middle, so that none touch."""
+    quarters = rng.permutation(4)[: len(radii)]  # 2 row + column
+    if relation is not None:  # the second item lies beyond the first, in its row or column
+        dx, dy = RELATIONS[relation]
+        other = int(rng.integers(2))
+        row, column = (other, int(dx < 0)) if dx else (int(dy < 0), other)
+        quarters = [2 * row + column, 2 * (row + dy) + column + dx]
+    room = [min(JITTER, SIZE / 4 - 1.25 * radius) for radius in radii]  # 1.25 radii is the reach of the corners
+    return [
+        (SIZE * (0.25 + 0.5 * (q % 2)) + float(rng.uniform(-r, r)), SIZE * (0.25 + 0.5 * (q // 2)) + float(rng.uniform(-r, r)))
+        for q, r in zip(quarters, room, strict=True)
+    ]
 
 
 # ---- captions

@@ -11,7 +11,7 @@ import pytest
 from densegrpo_jax import flow, pipeline, scenes
 from densegrpo_jax.models import vae
 from densegrpo_jax.rewards import clip as clip_reward
-from densegrpo_jax.scenes import export, scorer, tiny_model, tokenizers, world
+from densegrpo_jax.scenes import checker, export, scorer, tiny_model, tokenizers, world
 
 PROMPTS = ["a red circle to the left of a blue star", 'a sign that reads "TEA"', "two large crosses"]
 SHIPPED = Path(scenes.__file__).parent
@@ -31,7 +31,8 @@ def bold(init, seed):
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     path = tmp_path_factory.mktemp("random") / "tiny_sd3"
-    flow_params, vae_params = bold(lambda: tiny_model.init_flow(jax.random.key(0)), 0), bold(lambda: vae.init(jax.random.key(0), tiny_model.VAE), 1)
+    flow_params = bold(lambda: tiny_model.init_flow(jax.random.key(0)), 0)
+    vae_params = bold(lambda: vae.init(jax.random.key(0), tiny_model.VAE), 1)
     config = tiny_model.with_scale(scaling_factor=1.25, shift_factor=0.02)
     export.write_sd3(path, flow_params, vae_params, config)
     return path, flow_params, vae_params, config
@@ -108,3 +109,42 @@ def test_transformers_gives_the_same_score(tmp_path):
     with torch.no_grad():
         theirs = model(input_ids=tokens, pixel_values=pixels).logits_per_image.diagonal().numpy()
     np.testing.assert_allclose(ours, theirs, atol=2e-3)
+
+
+# ---- the models that ship
+
+
+def test_the_shipped_folders_are_small():
+    for name, limit in (("tiny_sd3", 10e6), ("preference_clip", 4e6)):
+        files = [file for file in (SHIPPED / name).rglob("*") if file.is_file()]
+        assert sum(file.stat().st_size for file in files) <= limit
+        assert {file.suffix for file in files} <= {".json", ".txt", ".safetensors"}
+
+
+@pytest.mark.parity
+def test_diffusers_draws_the_shipped_models_pictures():
+    draws_the_same_as_diffusers(SHIPPED / "tiny_sd3")
+
+
+def test_the_shipped_model_draws_what_is_asked(tmp_path):
+    pipe = pipeline.load(SHIPPED / "tiny_sd3", dtype=jnp.float32)
+    requests = tiny_model.heldout_requests(8, (0, 92))
+    ids = tiny_model.Tokens(tmp_path)([request["prompt"] for request in requests])
+    images = tiny_model.sample_images(pipe.params, pipe.params["vae"], pipe.configs.vae, ids, jax.random.key(0), steps=20)
+    asked = checker.judge(images, requests, "partial").mean()
+    mixed_up = checker.judge(np.roll(images, 1, 0), requests, "partial").mean()
+    assert asked > 0.5 and asked > 2 * mixed_up
+
+
+def test_the_shipped_scorer_prefers_what_is_asked():
+    scenes = [world.sample_scene((0, 91, n), "heldout") for n in range(128)]
+    images, requests = world.draw_batch(scenes), [world.metadata(scene, n) for n, scene in enumerate(scenes)]
+    reward = clip_reward.load(SHIPPED / "preference_clip")
+    prompts = [request["prompt"] for request in requests]
+    right = np.asarray(reward(images, prompts, requests))
+    wrong = np.asarray(reward(images, [scorer.spoil(request, (n, 0))["prompt"] for n, request in enumerate(requests)], requests))
+    assert (right > wrong).mean() > 0.75
+    grain = np.random.default_rng(0).normal(size=images.shape)
+    for level in (16, 32):
+        noisy = np.clip(images + level * grain, 0, 255).astype(np.uint8)
+        assert (right > np.asarray(reward(noisy, prompts, requests))).mean() > 0.85
