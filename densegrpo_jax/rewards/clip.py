@@ -19,7 +19,7 @@ import numpy as np
 
 from densegrpo_jax.flow.rollout import in_chunks
 from densegrpo_jax.models import clip
-from densegrpo_jax.models.weights import check_tensors, find_folder, open_weights, read_json, read_params
+from densegrpo_jax.models.weights import find_folder, open_weights, read_json, read_params
 from densegrpo_jax.rewards.base import Reward
 
 # What divides the logit. PickScore (Kirstain et al. 2023, arXiv 2305.01569) is the logit itself; Flow-GRPO's program trains on
@@ -162,15 +162,11 @@ def _read_params(folder: Path, config: clip.CLIPConfig, dtype: Any, sharding: An
     side = config.vision.image_size
     inputs = jnp.zeros((1, 1), jnp.int32), jnp.zeros((1, side, side, config.vision.num_channels))
     shapes = jax.eval_shape(clip.CLIP(config).init, jax.random.key(0), *inputs)["params"]
-    table, tensors = clip.name_table(config), open_weights(folder)
-    check_tensors(tensors, table, shapes, clip.IGNORED)
+    tensors = open_weights(folder)
+    params = read_params(tensors, clip.name_table(config), shapes, dtype, sharding, ignored=clip.IGNORED)
     # The temperature stays float32: rounded to bfloat16 it would change every score by up to one percent.
-    del table["logit_scale"], shapes["logit_scale"]
-    params = read_params(tensors, table, shapes, dtype, sharding, ignored=(*clip.IGNORED, "logit_scale"))
-    scale = np.asarray(tensors["logit_scale"].view[...]).astype(np.float32)
-    if not np.isfinite(scale):
-        raise ValueError(f"{folder}: logit_scale is {scale}")
-    return {**params, "logit_scale": jax.device_put(scale, jax.tree.leaves(params)[0].sharding)}
+    scale = np.float32(tensors["logit_scale"].view[...])
+    return {**params, "logit_scale": jax.device_put(scale, params["logit_scale"].sharding)}
 
 
 def _read_tokenizer(folder: Path, config: clip.CLIPTextConfig) -> Any:

@@ -11,36 +11,39 @@ import pytest
 from PIL import Image
 
 from densegrpo_jax import rewards
+from densegrpo_jax.models import clip as towers
+from densegrpo_jax.models.weights import write_params
 from densegrpo_jax.rewards import clip
+from densegrpo_jax.scenes import tokenizers
 
-torch = pytest.importorskip("torch")
-transformers = pytest.importorskip("transformers")
-
-SIDE = 20
-PROMPTS = ["a red cat", "a blue dog on the sign", "a red cat", "hello", "the cat says hello on a red sign on a red sign on a red sign"]
+SIDE, LENGTH = 20, 8
+PROMPTS = [
+    "a red circle",
+    "a blue star with a ring",
+    "a red circle",
+    'sign "HI"',
+    "two small red stars above a large blue ring with a cross",
+]
 MEAN, STD = [0.5, 0.4, 0.3], [0.2, 0.3, 0.4]
 
 
 def make_folder(folder: Path) -> Path:
-    """A random CLIPModel with tokenizer and image processor, saved by transformers."""
-    from tests.tiny_folder import _clip_tokenizer
-
-    torch.manual_seed(0)
-    tokenizer = _clip_tokenizer("<|endoftext|>")
+    """A random CLIPModel with tokenizer and image processor, as transformers lays it out."""
+    vocabulary = len(tokenizers.clip_vocabulary()[0])
     tower = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2}
-    text = {**tower, "vocab_size": len(tokenizer), "max_position_embeddings": 12, "eos_token_id": tokenizer.eos_token_id}
-    text |= {"bos_token_id": tokenizer.bos_token_id, "pad_token_id": tokenizer.pad_token_id}
-    vision = {**tower, "image_size": SIDE, "patch_size": 5}
-    config = transformers.CLIPConfig(text_config=text, vision_config=vision, projection_dim=12)
-    model = transformers.CLIPModel(config)
-    with torch.no_grad():  # larger than the initial values, so that every part shows in the score
-        for parameter in model.parameters():
-            parameter.add_(0.2 * torch.randn(parameter.shape))
-    model.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
+    text = {**tower, "model_type": "clip_text_model", "vocab_size": vocabulary, "max_position_embeddings": LENGTH}
+    text |= {"bos_token_id": vocabulary - 2, "eos_token_id": vocabulary - 1, "pad_token_id": vocabulary - 1}
+    vision = {**tower, "model_type": "clip_vision_model", "image_size": SIDE, "patch_size": 5}
+    values = {"architectures": ["CLIPModel"], "model_type": "clip", "projection_dim": 12, "text_config": text, "vision_config": vision}
+    config, rng = towers.CLIPConfig.from_json(values), np.random.default_rng(0)
+    params = towers.CLIP(config).init(jax.random.key(0), jnp.zeros((1, 1), jnp.int32), jnp.zeros((1, SIDE, SIDE, 3)))["params"]
+    params = jax.tree.map(lambda x: x + 0.2 * rng.normal(size=x.shape).astype(np.float32), params)  # every part shows in the score
+    write_params(folder, params, towers.name_table(config), np.float32, "model")
+    tokenizers.write_clip_tokenizer(folder)
     sizes = {"size": {"shortest_edge": SIDE}, "crop_size": {"height": SIDE, "width": SIDE}}
-    values = {"image_mean": MEAN, "image_std": STD, "resample": 3, "do_resize": True, "image_processor_type": "CLIPImageProcessor", **sizes}
-    (folder / "preprocessor_config.json").write_text(json.dumps(values))
+    processor = {"image_mean": MEAN, "image_std": STD, "resample": 3, "image_processor_type": "CLIPImageProcessor", **sizes}
+    for name, content in (("config.json", values), ("preprocessor_config.json", processor)):
+        (folder / name).write_text(json.dumps(content))
     return folder
 
 
@@ -57,11 +60,12 @@ def scorer(folder):
 @pytest.fixture(scope="module")
 def theirs(folder):
     """Scores of images with their prompts by transformers, in torch."""
+    torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
     model = transformers.CLIPModel.from_pretrained(folder).eval()
     tokenizer, processor = transformers.CLIPTokenizer.from_pretrained(folder), image_processor(folder)
 
     def score(images, prompts):
-        text = tokenizer(prompts, padding=True, truncation=True, max_length=12, return_tensors="pt")
+        text = tokenizer(prompts, padding=True, truncation=True, max_length=LENGTH, return_tensors="pt")
         pixels = torch.from_numpy(np.stack(processor(list(images)).pixel_values))
         with torch.no_grad():
             return model(**text, pixel_values=pixels).logits_per_image.diagonal().numpy()
@@ -110,7 +114,6 @@ def test_bytes_are_resized_as_by_pil_bit_by_bit(height, width, side):
         assert np.abs(floating - expected).max() < 0.5 + 1.25 * 0.5 + 1e-3
 
 
-@pytest.mark.parity
 @pytest.mark.parametrize(("height", "width"), [(SIDE, SIDE), (48, 48), (33, 58), (61, 42), (16, 16), (12, 17)])
 def test_images_are_prepared_as_by_the_folders_processor(folder, scorer, height, width):
     images = random_images(3, height, width)
@@ -124,8 +127,10 @@ def test_old_and_nested_settings_are_read_alike(folder, scorer, tmp_path):
     assert clip.ImageProcessing.from_json(old) == scorer.spec.processing
     assert clip.ImageProcessing.from_json({}) == clip.ImageProcessing()
     copy = Path(shutil.copytree(folder, tmp_path / "copy"))
-    transformers.CLIPProcessor(image_processor(folder), transformers.CLIPTokenizer.from_pretrained(folder)).save_pretrained(copy)
     (copy / "preprocessor_config.json").unlink()
+    image_processor(folder).save_pretrained(tmp_path)
+    saved = json.loads((tmp_path / "preprocessor_config.json").read_text())
+    (copy / "processor_config.json").write_text(json.dumps({"processor_class": "CLIPProcessor", "image_processor": saved}))
     assert clip.load_scorer(copy).spec == scorer.spec
 
 
@@ -206,13 +211,13 @@ def test_one_program_serves_all_calls_and_a_prompt_is_encoded_once(scorer, monke
 
 
 def test_many_prompts_are_encoded_in_batches_and_long_ones_are_cut(scorer):
-    prompts = [f"a cat {n}" for n in range(clip.TEXT_BATCH + 3)]
+    prompts = [f"a star {n}" for n in range(clip.TEXT_BATCH + 3)]
     together = clip.embed_texts(scorer, prompts)
     np.testing.assert_allclose(np.linalg.norm(together, axis=1), 1.0, atol=1e-6)
     np.testing.assert_allclose(together[-1:], clip.embed_texts(scorer, prompts[-1:]), atol=1e-6)
     long = PROMPTS[-1]
-    np.testing.assert_array_equal(*clip.embed_texts(scorer, [long, long + " dog"]))
-    short, other = clip.embed_texts(scorer, ["a cat", "a cat dog"])
+    np.testing.assert_array_equal(*clip.embed_texts(scorer, [long, long + " left"]))
+    short, other = clip.embed_texts(scorer, ["a star", "a star left"])
     assert np.abs(short - other).max() > 1e-3
 
 
@@ -260,15 +265,16 @@ def test_wrong_options_are_refused(folder):
 @pytest.mark.parametrize(
     ("missing", "message"),
     [
-        ("config.json", "config.json: cannot be read"),
-        ("preprocessor_config.json", "preprocessor_config.json: cannot be read"),
-        ("model.safetensors", "has no .*model.safetensors"),
-        ("tokenizer.json", "tokenizer"),
+        (["config.json"], "config.json: cannot be read"),
+        (["preprocessor_config.json"], "preprocessor_config.json: cannot be read"),
+        (["model.safetensors"], "has no .*model.safetensors"),
+        (["tokenizer.json", "vocab.json", "merges.txt"], "tokenizer"),
     ],
 )
-def test_a_folder_that_lacks_a_file_is_refused(folder, tmp_path, missing, message):
+def test_a_folder_that_lacks_files_is_refused(folder, tmp_path, missing, message):
     copy = Path(shutil.copytree(folder, tmp_path / "copy"))
-    (copy / missing).unlink()
+    for name in missing:
+        (copy / name).unlink()
     with pytest.raises(ValueError, match=message):
         clip.load(copy)
 
