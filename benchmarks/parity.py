@@ -1,0 +1,449 @@
+"""Our networks against diffusers and transformers in torch: the measured differences behind docs/parity.md.
+
+    python benchmarks/parity.py [--json PATH] [--markdown docs/parity.md] [--quick]
+
+Small random models are built in torch, one for each kind of configuration; their weights go through the same name tables as a
+checkpoint's, and both sides compute from the same inputs:
+
+  value     forward pass, float32
+  gradient  of a random weighting of the outputs, with respect to the latents, images or tokens; for text encoders, whose input
+            is discrete, with respect to the token embeddings; float32
+  bfloat16  our forward pass with weights and computation in bfloat16 against our own in float32: the price of the lower precision,
+            not a difference from torch, and without a bound
+
+A difference is the largest absolute one over the largest absolute value on the torch side; of several outputs the worst counts.
+The noise levels and the images, in [0, 1], are compared absolutely. Every row has a bound; the script ends with status 1 if a row
+is over it. It needs a checkout and the test extras (torch, diffusers, peft), and runs on the CPU unless JAX_PLATFORMS says otherwise.
+"""
+
+import argparse
+import json
+import os
+import platform
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from functools import partial
+from importlib.metadata import version
+from pathlib import Path
+from typing import NamedTuple
+
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for tests/, and the package where it is not installed
+
+import diffusers
+import jax
+import jax.numpy as jnp
+import numpy as np
+import torch
+import transformers
+from diffusers.models.attention import JointTransformerBlock
+from peft import PeftModel
+from torch.func import functional_call
+from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
+
+from densegrpo_jax import flow, pipeline
+from densegrpo_jax.export import export
+from densegrpo_jax.models import clip, sd3, t5, vae
+from densegrpo_jax.models import lora as loras
+from densegrpo_jax.models.adapter import Adapter
+from densegrpo_jax.rewards.clip import ImageProcessing, prepare
+from tests.models.convert import params_from_torch
+from tests.tiny_folder import make_sd3_folder
+
+SEED = 0
+RELATIVE, ABSOLUTE, PIXEL = 1e-4, 1e-6, 2e-3  # bounds: network values, noise levels, images
+BEGIN, END = "<!-- table: begin -->", "<!-- table: end -->"
+PROMPTS, NEGATIVE, LENGTH = ["a red cat", "the sign says hello"], "blue dog", 16
+RANK, ALPHA = 4, 6.0  # of the adapter; different, so that a wrong strength shows
+
+
+class Row(NamedTuple):
+    """One comparison; None where a column does not apply."""
+
+    component: str
+    configuration: str
+    value: float
+    gradient: float | None
+    bfloat16: float | None
+    bound: float
+
+    @property
+    def holds(self) -> bool:
+        return all(difference <= self.bound for difference in (self.value, self.gradient) if difference is not None)  # NaN does not
+
+
+# --- comparing -------------------------------------------------------------------------------------------------------
+
+
+def difference(ours, theirs) -> float:
+    """Largest absolute difference over the largest absolute value of `theirs`."""
+    ours, theirs = (np.asarray(x, np.float32) for x in (ours, theirs))
+    if ours.shape != theirs.shape:
+        raise ValueError(f"shapes differ: ours {ours.shape}, theirs {theirs.shape}")
+    return float(np.abs(ours - theirs).max() / np.abs(theirs).max())
+
+
+def compare(component: str, configuration: str, ours: Callable, theirs: Callable, params: dict, x: np.ndarray) -> Row:
+    """Runs both sides on `x` and measures values, gradients and the price of bfloat16.
+
+    Args:
+      component, configuration: of the row.
+      ours: (params, x, dtype) -> tuple of arrays; images and latents have their channels last.
+      theirs: x -> tuple of tensors; images and latents, four-dimensional, have their channels first.
+      params: our parameters, float32.
+      x: the input that is differentiated, channels last.
+    """
+    leaf = torch.from_numpy(x).requires_grad_()
+    wanted = theirs(leaf.movedim(-1, 1) if leaf.ndim == 4 else leaf)
+    wanted = [y.movedim(1, -1) if y.ndim == 4 else y for y in wanted]
+    rng = np.random.default_rng(SEED)
+    weights = [rng.normal(size=y.shape).astype(np.float32) for y in wanted]
+    sum((y * torch.from_numpy(w)).sum() for y, w in zip(wanted, weights)).backward()
+
+    def loss(x, params):
+        outputs = ours(params, x, jnp.float32)
+        return sum((y * w).sum() for y, w in zip(outputs, weights, strict=True)), outputs
+
+    (_, outputs), gradient = jax.jit(jax.value_and_grad(loss, has_aux=True))(x, params)
+    half = jax.jit(partial(ours, dtype=jnp.bfloat16))(jax.tree.map(lambda p: jnp.asarray(p, jnp.bfloat16), params), x)
+    return Row(
+        component,
+        configuration,
+        max(difference(y, z.detach()) for y, z in zip(outputs, wanted)),
+        difference(gradient, leaf.grad),
+        max(difference(y, z) for y, z in zip(half, outputs)),
+        RELATIVE,
+    )
+
+
+def randomized(module):
+    """Every parameter random, at the scale that keeps activations near one; initial zeros and ones would hide a mix-up."""
+    generator = torch.Generator().manual_seed(SEED)
+    with torch.no_grad():
+        for name, parameter in module.named_parameters():
+            noise = torch.randn(parameter.shape, generator=generator)
+            if parameter.ndim > 1:
+                parameter.copy_(noise if "embedding" in name or "shared" in name else noise * parameter[0].numel() ** -0.5)
+            elif parameter.ndim == 1:
+                parameter.copy_(0.1 * noise + (1.0 if "norm" in name and name.endswith("weight") else 0.0))
+    return module.eval()
+
+
+def normal(*shape) -> np.ndarray:
+    return np.random.default_rng([SEED, *shape]).normal(size=shape).astype(np.float32)
+
+
+# --- components ------------------------------------------------------------------------------------------------------
+
+TRANSFORMER = dict(
+    sample_size=16, patch_size=2, in_channels=16, out_channels=16, num_layers=8, attention_head_dim=16, num_attention_heads=4,
+    joint_attention_dim=48, caption_projection_dim=64, pooled_projection_dim=40, pos_embed_max_size=24,
+)  # fmt: skip
+VARIANTS = {
+    "SD3-Medium": {},
+    "SD3.5-Large": {"qk_norm": "rms_norm"},
+    "SD3.5-Medium": {"qk_norm": "rms_norm", "dual_attention_layers": (0, 1, 2, 3)},
+}
+
+
+def transformer(name: str):
+    """(torch module, our config, our parameters)."""
+    theirs = randomized(diffusers.SD3Transformer2DModel(**TRANSFORMER, **VARIANTS[name]))
+    config = sd3.SD3Config.from_json(json.loads(theirs.to_json_string()))
+    return theirs, config, params_from_torch(theirs.state_dict(), sd3.name_table(config))
+
+
+def transformer_row(name: str) -> Row:
+    theirs, config, params = transformer(name)
+    sigma, context, pooled = np.array([0.03, 0.9], np.float32), normal(2, 20, 48), normal(2, 40)
+
+    def ours(params, x, dtype):
+        return (sd3.SD3Transformer(config, dtype).apply({"params": params}, x, sigma, context, pooled),)
+
+    def run(x):
+        return (theirs(x, torch.from_numpy(context), torch.from_numpy(pooled), 1000 * torch.from_numpy(sigma)).sample,)
+
+    what = f"{name} kind: {config.num_layers} layers, {len(config.dual_attention_layers)} dual, q/k norm {config.qk_norm or 'none'}"
+    return compare("transformer", what, ours, run, params, normal(2, 20, 12, 16))
+
+
+def block_row(name: str) -> Row:
+    theirs, config, params = transformer(name)
+    block = theirs.transformer_blocks[0]
+    assert isinstance(block, JointTransformerBlock)
+    context, c, dual = normal(2, 20, 64), normal(2, 64), bool(config.dual_attention_layers)
+
+    def ours(params, x, dtype):
+        module = sd3.Block(config, dual, False, dtype, "auto", 1.0)
+        return module.apply({"params": params}, (x.astype(dtype), jnp.asarray(context, dtype)), jax.nn.silu(c))[0]
+
+    def run(x):
+        context_out, out = block(x, torch.from_numpy(context), torch.from_numpy(c))
+        return out, context_out
+
+    params = jax.tree.map(lambda leaf: leaf[0], params["blocks_0"])
+    return compare("transformer block", f"{name} kind, both streams", ours, run, params, normal(2, 60, 64))
+
+
+def vae_rows(name: str, **values) -> list[Row]:
+    levels = 4
+    theirs = diffusers.AutoencoderKL(
+        block_out_channels=(16, 16, 32, 32), layers_per_block=1, norm_num_groups=8,
+        down_block_types=("DownEncoderBlock2D",) * levels, up_block_types=("UpDecoderBlock2D",) * levels, **values,
+    )  # fmt: skip
+    theirs = randomized(theirs)
+    config = vae.VAEConfig.from_json(json.loads(theirs.to_json_string()))
+    params = params_from_torch(theirs.state_dict(), vae.name_table(config))
+
+    def ours_decode(params, x, dtype):
+        return (vae.decode(params, config, x, dtype),)
+
+    def ours_encode(params, x, dtype):
+        return vae.encode(params, config, x, dtype)
+
+    def decode(x):
+        return (theirs.decode(x).sample,)
+
+    def encode(x):
+        posterior = theirs.encode(x).latent_dist
+        return posterior.mean, posterior.logvar
+
+    latents, images = normal(2, 4, 3, config.latent_channels), np.tanh(normal(2, 24, 32, 3))
+    return [
+        compare("VAE decode", name, ours_decode, decode, params, latents),
+        compare("VAE encode", name, ours_encode, encode, params, images),
+    ]
+
+
+def clip_text_row(name: str, **values) -> Row:
+    values = dict(vocab_size=60, max_position_embeddings=77, eos_token_id=2, **values)
+    theirs = randomized(transformers.CLIPTextModelWithProjection(transformers.CLIPTextConfig(**values)))
+    config = clip.CLIPTextConfig.from_json(values)
+    params = params_from_torch(theirs.state_dict(), clip.name_table(config))
+    ids = np.random.default_rng(SEED).integers(0, 58, (2, 77))
+    ids[0, 9:], ids[1, -1] = 59, 59  # eos_token_id 2, as published: the largest id is the end
+    embedding = next(name for name in theirs.state_dict() if name.endswith("token_embedding.weight"))
+
+    def ours(params, table, dtype):
+        output = clip.CLIPText(config, dtype).apply({"params": params | {"token_embedding": {"embedding": table}}}, ids)
+        return output.penultimate, output.pooled
+
+    def run(table):
+        output = functional_call(theirs, {embedding: table}, (torch.from_numpy(ids),), {"output_hidden_states": True})
+        return output.hidden_states[-2], output.text_embeds
+
+    return compare("CLIP text", name, ours, run, params, theirs.state_dict()[embedding].numpy().copy())
+
+
+def t5_row() -> Row:
+    values = dict(vocab_size=60, d_model=64, d_kv=12, d_ff=96, num_layers=4, num_heads=4, feed_forward_proj="gated-gelu")
+    theirs = randomized(transformers.T5EncoderModel(transformers.T5Config(**values)))
+    config = t5.T5Config.from_json(values)
+    state = {name: tensor for name, tensor in theirs.state_dict().items() if name not in t5.TIED}
+    params = params_from_torch(state, t5.name_table(config))
+    ids = np.random.default_rng(SEED).integers(0, 60, (2, 160))  # longer than the relative bias reaches
+
+    def ours(params, table, dtype):
+        return (t5.T5Encoder(config, dtype).apply({"params": params | {"token_embedding": {"embedding": table}}}, ids),)
+
+    def run(table):
+        return (functional_call(theirs, {"shared.weight": table}, (torch.from_numpy(ids),)).last_hidden_state,)
+
+    return compare("T5 encoder", "v1.1: gated gelu, 160 tokens", ours, run, params, state["shared.weight"].numpy().copy())
+
+
+def clip_rows() -> list[Row]:
+    tower = dict(num_hidden_layers=4, num_attention_heads=4, hidden_act="gelu")
+    text = dict(tower, vocab_size=60, hidden_size=48, intermediate_size=96, max_position_embeddings=20, eos_token_id=59)
+    vision = dict(tower, hidden_size=64, intermediate_size=128, image_size=56, patch_size=14)
+    values = dict(model_type="clip", projection_dim=40, text_config=text, vision_config=vision)
+    theirs = randomized(transformers.CLIPModel(transformers.CLIPConfig(**values)))
+    config = clip.CLIPConfig.from_json(values)
+    params = params_from_torch(theirs.state_dict(), clip.name_table(config))
+    params["logit_scale"] = params["logit_scale"].reshape(())
+    ids = np.random.default_rng(SEED).integers(0, 58, (3, 20))
+    ids[:, -1] = 59
+
+    def embed(params, x, dtype):
+        return (clip.CLIPVision(config.vision, dtype).apply({"params": params["vision_model"]}, x),)
+
+    def score(params, x, dtype):
+        return (clip.CLIP(config, dtype).apply({"params": params}, ids, x),)
+
+    def their_score(x):
+        return (theirs(torch.from_numpy(ids), x).logits_per_image,)
+
+    images = np.random.default_rng(SEED).integers(0, 256, (3, 90, 70, 3), dtype=np.uint8)
+    prepared = jax.jit(prepare, static_argnums=0)(ImageProcessing(56, (56, 56)), images)
+    processor = CLIPImageProcessorPil(size={"shortest_edge": 56}, crop_size={"height": 56, "width": 56})
+    expected = np.stack(processor(list(images)).pixel_values).transpose(0, 2, 3, 1)
+    pixels = normal(2, 56, 56, 3)
+    return [
+        Row("CLIP image preparation", "90 x 70 bytes to 56 x 56", difference(prepared, expected), None, None, RELATIVE),
+        compare("CLIP vision", "ViT, projected", embed, lambda x: (theirs.get_image_features(x).pooler_output,), params, pixels),
+        compare("CLIP score", "2 images with 3 texts", score, their_score, params, pixels),
+    ]
+
+
+def schedule_row() -> Row:
+    worst = 0.0
+    for shift in (1.0, 3.0):
+        for steps in (1, 2, 10, 28, 40):
+            scheduler = diffusers.FlowMatchEulerDiscreteScheduler(shift=shift)
+            scheduler.set_timesteps(steps)
+            worst = max(worst, float(np.abs(flow.sd3_sigmas(steps, shift) - scheduler.sigmas.numpy()).max()))
+    return Row("noise schedule", "shift 1 and 3; 1 to 40 steps", worst, None, None, ABSOLUTE)
+
+
+# --- end to end ------------------------------------------------------------------------------------------------------
+
+
+def torch_pipeline(folder: Path):
+    reference = diffusers.StableDiffusion3Pipeline.from_pretrained(folder)
+    reference.set_progress_bar_config(disable=True)
+    return reference
+
+
+def torch_images(reference, noise: np.ndarray, guidance: float, steps: int) -> np.ndarray:
+    """Images [B, H, W, 3] in [0, 1] from noise [B, h, w, C]."""
+    height, width = (side * reference.vae_scale_factor for side in noise.shape[1:3])
+    return reference(
+        PROMPTS, negative_prompt=[NEGATIVE] * len(PROMPTS), height=height, width=width, num_inference_steps=steps, guidance_scale=guidance,
+        latents=torch.from_numpy(noise).permute(0, 3, 1, 2), max_sequence_length=LENGTH, output_type="np",
+    ).images  # fmt: skip
+
+
+def our_images(pipe, noise: np.ndarray, guidance: float, steps: int, lora: dict | None = None) -> np.ndarray:
+    cond = pipeline.encode_prompts(pipe, [*PROMPTS, NEGATIVE], LENGTH)
+    uncond = jax.tree.map(lambda x: x[-1:], cond) if guidance > 1 else None
+    cond = jax.tree.map(lambda x: x[:-1], cond)
+    scale = ALPHA / RANK if lora else 1.0
+    model, plan = pipeline.network(pipe.configs, lora_scale=scale), flow.plan(pipeline.sigmas(pipe.configs, steps))
+
+    @jax.jit
+    def run(params, lora, noise, cond, uncond):
+        velocity = pipeline.velocity(model, params["transformer"], lora, uncond, guidance)
+        latents = flow.integrate(lambda x, sigma: velocity(x, sigma, cond), noise, plan)
+        return pipeline.decode(pipe.configs, params["vae"], latents)
+
+    params = {name: pipe.params[name] for name in ("transformer", "vae")}
+    return np.asarray(run(params, lora, noise, cond, uncond))
+
+
+def image_rows(folder: Path, pipe: pipeline.Pipeline, quick: bool) -> Iterator[Row]:
+    reference, steps = torch_pipeline(folder), 2 if quick else 10
+    for height, width, guidance in [(24, 48, 4.5)] if quick else [(32, 32, 1.0), (32, 32, 4.5), (24, 48, 1.0), (24, 48, 4.5)]:
+        noise = normal(2, *pipeline.latent_shape(pipe.configs, height, width))
+        distance = np.abs(our_images(pipe, noise, guidance, steps) - torch_images(reference, noise, guidance, steps)).max()
+        what = f"{height} x {width}, guidance {guidance:g}, {steps} steps"
+        yield Row("image, SD3.5-Medium kind", what, float(distance), None, None, PIXEL)
+
+
+def adapter_rows(folder: Path, pipe: pipeline.Pipeline, quick: bool) -> Iterator[Row]:
+    """A random adapter here, and exported to the libraries."""
+    lora = loras.init(jax.random.key(SEED), pipe.params["transformer"], rank=RANK)
+    lora = jax.tree.map(lambda leaf: 0.2 * normal(*leaf.shape), lora)
+    noise, guidance, steps = normal(2, *pipeline.latent_shape(pipe.configs, 24, 32)), 4.5, 2 if quick else 10
+    ours = our_images(pipe, noise, guidance, steps, lora)
+    if np.abs(ours - torch_images(torch_pipeline(folder), noise, guidance, steps)).max() < 10 * PIXEL:
+        raise RuntimeError("the adapter does not show in the image: nothing to compare")
+    for format in ("peft",) if quick else ("diffusers", "peft", "merged"):
+        out, reference = export(Adapter(lora, ALPHA), folder, format, folder.parent / format), torch_pipeline(folder)
+        if format == "diffusers":
+            reference.load_lora_weights(out)
+        elif format == "peft":
+            PeftModel.from_pretrained(reference.transformer, out)  # puts its layers into the transformer
+        else:
+            reference = torch_pipeline(out)
+        distance = np.abs(ours - torch_images(reference, noise, guidance, steps)).max()
+        what = {"diffusers": "load_lora_weights of diffusers", "peft": "PEFT", "merged": "merged folder in diffusers"}[format]
+        yield Row("image, exported adapter", f"{what}; 24 x 32, {steps} steps", float(distance), None, None, PIXEL)
+
+
+def measure(quick: bool) -> Iterator[Row]:
+    names = ["SD3.5-Medium"] if quick else list(VARIANTS)
+    yield from map(transformer_row, names)
+    yield from map(block_row, names if quick else ("SD3-Medium", "SD3.5-Medium"))
+    yield from vae_rows("SD3, FLUX kind: 16 channels", latent_channels=16, use_quant_conv=False, use_post_quant_conv=False)
+    if not quick:
+        yield from vae_rows("SD1 kind: 4 channels, quant convolutions", latent_channels=4)
+        sizes = dict(hidden_size=48, intermediate_size=96, num_hidden_layers=4, num_attention_heads=4)
+        yield clip_text_row("CLIP-L kind: quick gelu", **sizes, projection_dim=48, hidden_act="quick_gelu")
+    sizes = dict(hidden_size=80, intermediate_size=160, num_hidden_layers=6, num_attention_heads=5)
+    yield clip_text_row("OpenCLIP-bigG kind: gelu", **sizes, projection_dim=80, hidden_act="gelu")
+    yield t5_row()
+    yield from clip_rows()
+    yield schedule_row()
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = make_sd3_folder(Path(scratch) / "model", SEED)
+        pipe = pipeline.load(folder, jnp.float32)
+        yield from image_rows(folder, pipe, quick)
+        yield from adapter_rows(folder, pipe, quick)
+
+
+# --- main ------------------------------------------------------------------------------------------------------------
+
+
+def cpu_name() -> str:
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.exists() else []
+    return next((line.split(":")[1].strip() for line in lines if line.startswith("model name")), platform.processor())
+
+
+HEAD = "| component | configuration | value | gradient | bound | bfloat16 |\n| --- | --- | --: | --: | --: | --: |"
+
+
+def line(row: Row) -> str:
+    """The row in markdown."""
+    value, gradient, bfloat16 = ("" if x is None else f"{x:.1e}" for x in (row.value, row.gradient, row.bfloat16))
+    bound = f"{row.bound:.0e}" if row.holds else f"{row.bound:.0e} **over**"
+    return f"| {row.component} | {row.configuration} | {value} | {gradient} | {bound} | {bfloat16} |"
+
+
+def write_markdown(path: Path, about: dict, rows: list[Row]) -> None:
+    """Replaces what stands between the markers of `path`."""
+    text = path.read_text()
+    if text.count(BEGIN) != 1 or text.count(END) != 1:
+        raise ValueError(f"{path}: needs one line {BEGIN} and one line {END} to write the table between")
+    facts = "; ".join(f"{key} {value}" for key, value in about.items())
+    table = "\n".join([HEAD, *map(line, rows)])
+    path.write_text(f"{text.split(BEGIN)[0]}{BEGIN}\n{table}\n\nMeasured with: {facts}.\n{END}{text.split(END)[1]}")
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", type=Path, help="write the rows here")
+    parser.add_argument("--markdown", type=Path, help="replace the table between the markers of this file, such as docs/parity.md")
+    parser.add_argument("--quick", action="store_true", help="one configuration of most components, two sampling steps: half a minute")
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    jax.config.update("jax_default_matmul_precision", "highest")  # float32 products in float32 on GPU and TPU too
+    for library in (diffusers, transformers):
+        library.utils.logging.set_verbosity_error()
+        library.utils.logging.disable_progress_bar()
+    about = {
+        "device": cpu_name() if jax.default_backend() == "cpu" else jax.devices()[0].device_kind,
+        "threads": f"torch {torch.get_num_threads()}, XLA up to {len(os.sched_getaffinity(0))}",
+        "seed": SEED,
+        "python": platform.python_version(),
+        **{package: version(package) for package in ("jax", "flax", "numpy", "torch", "diffusers", "transformers", "peft")},
+    }
+    print("\n".join(f"{key}: {value}" for key, value in about.items()), flush=True)
+    print(HEAD)
+    rows = []
+    for row in measure(args.quick):
+        rows.append(row)
+        print(line(row), flush=True)
+    if args.json:
+        lines = ",\n".join(json.dumps(row._asdict()) for row in rows)
+        args.json.write_text(f'{{"about": {json.dumps(about)},\n"rows": [\n{lines}\n]}}\n')
+    if args.markdown:
+        write_markdown(args.markdown, about, rows)
+    if over := [f"{row.component}, {row.configuration}" for row in rows if not row.holds]:
+        sys.exit(f"over the bound: {'; '.join(over)}")
+
+
+if __name__ == "__main__":
+    main()
