@@ -6,9 +6,9 @@ import sys
 from pathlib import Path
 from typing import Literal
 
-import densegrpo_jax_configs
 import tyro
 
+import densegrpo_jax_configs
 from densegrpo_jax import __version__
 from densegrpo_jax.config import Config
 
@@ -95,13 +95,13 @@ class Export:
 def _export(argv: list[str]) -> int:
     """export RUN --out FOLDER                    the trained adapter for diffusers, PEFT, ComfyUI, or merged"""
     args = tyro.cli(Export, args=argv, prog="densegrpo export")
-    from densegrpo_jax import export
+    from densegrpo_jax import export, policy
     from densegrpo_jax.train import checkpoint
 
     adapter, model = checkpoint.trained_adapter(args.run, args.weights)
     if model["path"] == "toy":
         raise ValueError(f"{args.run}: the toy has no model folder that another program could load")
-    print(export.export(adapter, model["path"], args.format, args.out, model["variant"], args.dtype))
+    print(export.export(adapter, policy.folder(model["path"]), args.format, args.out, model["variant"], args.dtype))
     return 0
 
 

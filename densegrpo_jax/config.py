@@ -15,13 +15,18 @@ from densegrpo_jax.flow.kernels import SAMPLERS
 @dataclass(frozen=True)
 class Model:
     path: str = "toy"
-    """Model folder in diffusers layout or Hugging Face id; "toy" is a network of 8x8 pictures that is pretrained in seconds."""
+    """Model folder in diffusers layout or Hugging Face id; "tiny" is the Stable Diffusion 3 of the tiny world, which ships with the
+    package; "toy" a network of 8x8 pictures that is pretrained in seconds."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Compute and weight dtype of the network; latents, velocities and log-probabilities are float32 in any case."""
     resolution: tuple[int, int] | None = None
     """Height and width of the images in pixels; the model's own by default."""
     max_sequence_length: int = 256
     """T5 tokens per prompt, the same in sampling, training and evaluation."""
+    attention: Literal["auto", "xla", "cudnn", "splash"] = "auto"
+    """Implementation of attention; by default cudnn on GPUs in bfloat16, splash for long sequences on TPUs, else xla."""
+    scan_unroll: int = 1
+    """Transformer blocks unrolled in the compiled program; more runs some percent faster on CPU and compiles longer."""
     variant: str | None = None
     """Which weight files of the folder: "fp16", "bf16", or the unnamed ones."""
 
@@ -29,7 +34,7 @@ class Model:
 @dataclass(frozen=True)
 class Prompts:
     train: str = "toy"
-    """Text file with one prompt a line, or the name of a built-in set."""
+    """Text file with one prompt a line, or a built-in set: toy, scenes/train, scenes/heldout, words/train, words/heldout."""
     evaluation: str = "toy"
     """Held-out prompts; the same forms."""
     per_step: int = 4
@@ -242,6 +247,7 @@ def check(config: Config, trained_steps: int, devices: int = 1) -> None:
     for name, value, low in (
         ("prompts.per_step", config.prompts.per_step, 1),
         ("prompts.group_size", config.prompts.group_size, 2),
+        ("model.scan_unroll", config.model.scan_unroll, 1),
         ("sampling.num_steps", config.sampling.num_steps, 1),
         ("optimizer.updates", config.optimizer.updates, 1),
         ("optimizer.micro_batch", config.optimizer.micro_batch, 1),

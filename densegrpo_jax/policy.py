@@ -1,6 +1,7 @@
 """What the trainer knows of a model: a handful of functions. It never asks which model it trains."""
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
@@ -10,6 +11,9 @@ import numpy as np
 from densegrpo_jax import flow
 from densegrpo_jax.config import Config
 from densegrpo_jax.models import lora
+
+TINY = Path(__file__).parent / "scenes" / "tiny_sd3"  # the Stable Diffusion 3 of the tiny world, which ships with the package
+CACHED_PROMPTS = 512  # of SD3.5 a prompt takes some megabytes of host memory
 
 
 class Policy(NamedTuple):
@@ -21,6 +25,7 @@ class Policy(NamedTuple):
         full weights where all are trained, or None for the base model.
       decode: (params, latents [N, ...]) -> images [N, H, W, 3] in [0, 1].
       encode: texts -> conditioning with leading axis P.
+      truncated: texts -> one line for each that the text encoders do not see to its end.
       shape: of one latent.
       grid: number of steps -> the model's own noise levels.
       start: () -> what is trained, at its start: a fresh adapter, or a copy of the weights.
@@ -31,6 +36,7 @@ class Policy(NamedTuple):
     velocity: Callable[[dict, Any, Any], flow.solvers.Velocity]
     decode: Callable[[dict, jax.Array], jax.Array]
     encode: Callable[[list[str]], Any]
+    truncated: Callable[[list[str]], list[str]]
     shape: tuple[int, ...]
     grid: Callable[[int], np.ndarray]
     start: Callable[[], dict]
@@ -42,10 +48,21 @@ def load(config: Config) -> Policy:
     return toy(config) if config.model.path == "toy" else from_folder(config)
 
 
+def folder(path: str) -> str:
+    """`model.path` as a folder or Hugging Face id, with "tiny" for the model that ships.
+
+    Raises:
+      ValueError: the shipped folder is missing from this installation.
+    """
+    if path == "tiny" and not TINY.is_dir():
+        raise ValueError(f"{TINY} is missing; `python -m densegrpo_jax.scenes.pretrain --workdir DIR` trains and writes it")
+    return str(TINY) if path == "tiny" else path
+
+
 def fresh_adapter(config: Config, network: dict, default_targets: tuple[str, ...]) -> dict:
     """A fresh adapter from the run's seed, or for rank 0 a copy of all weights."""
     if config.adapter.rank == 0:
-        return jax.tree.map(lambda leaf: leaf.astype(jnp.float32), network)
+        return jax.tree.map(lambda leaf: jnp.array(leaf, jnp.float32), network)  # a copy: the update donates it
     targets = config.adapter.targets or default_targets
     return lora.init(jax.random.key(config.run.seed), network, targets, config.adapter.rank)
 
@@ -85,6 +102,7 @@ def toy(config: Config) -> Policy:
         velocity=velocity,
         decode=decode,
         encode=lambda prompts: jnp.asarray(world.prompt_ids(prompts)),
+        truncated=lambda prompts: [],
         shape=world.SHAPE,
         grid=flow.uniform_sigmas,
         start=lambda: fresh_adapter(config, network, ("in", "hidden_0", "hidden_1", "hidden_2", "out")),
@@ -97,11 +115,18 @@ def from_folder(config: Config) -> Policy:
     from densegrpo_jax import pipeline
     from densegrpo_jax.models import adapter
 
-    pipe = pipeline.load(config.model.path, jnp.dtype(config.model.dtype), variant=config.model.variant)
+    pipe = pipeline.load(folder(config.model.path), jnp.dtype(config.model.dtype), variant=config.model.variant)
     configs = pipe.configs
     height, width = config.model.resolution or (pipeline.default_side(configs),) * 2
     network = pipe.params["transformer"]
-    model = pipeline.network(configs, pipe.dtype, remat=config.optimizer.remat, lora_scale=lora_scale(config))
+    model = pipeline.network(
+        configs,
+        pipe.dtype,
+        attention_impl=config.model.attention,
+        scan_unroll=config.model.scan_unroll,
+        remat=config.optimizer.remat,
+        lora_scale=lora_scale(config),
+    )
     guided, cache = config.sampling.guidance_scale != 1.0, {}
 
     def velocity(params, trained, uncond):
@@ -114,6 +139,11 @@ def from_folder(config: Config) -> Policy:
             config.sampling.guidance_scale,
             config.objective.detach_uncond,
         )
+
+    def encode(prompts):
+        if len(cache) > CACHED_PROMPTS:
+            cache.clear()
+        return pipeline.encode_prompts(pipe, prompts, config.model.max_sequence_length, cache=cache)
 
     def start():
         if config.adapter.start is None:
@@ -129,7 +159,8 @@ def from_folder(config: Config) -> Policy:
         params={"network": network, "decoder": pipe.params["vae"]},
         velocity=velocity,
         decode=lambda params, latents: pipeline.decode(configs, params["decoder"], latents),
-        encode=lambda prompts: pipeline.encode_prompts(pipe, prompts, config.model.max_sequence_length, cache=cache),
+        encode=encode,
+        truncated=lambda prompts: pipeline.truncated(pipe, prompts, config.model.max_sequence_length),
         shape=pipeline.latent_shape(configs, height, width),
         grid=lambda num_steps: pipeline.sigmas(configs, num_steps),
         start=start,

@@ -37,3 +37,18 @@ def test_steps_are_addressed():
     a = prompts.of_step(100, 4, seed=1, step=7)
     np.testing.assert_array_equal(a, prompts.of_step(100, 4, seed=1, step=7))
     assert not np.array_equal(a, prompts.of_step(100, 4, seed=2, step=7))
+
+
+@pytest.mark.parametrize("name", [name for name in prompts.BUILT_IN if name != "toy"])
+def test_the_tiny_worlds_sets_carry_their_metadata(name):
+    found = prompts.load(name)
+    assert len(found.texts) >= 24 and len(set(found.texts)) == len(found.texts)
+    for text, request in zip(found.texts, found.metadata):
+        assert request["prompt"] == text and request["include"]
+        assert (request["tag"] == "word") == name.startswith("words")
+
+
+def test_held_out_prompts_are_not_trained_on():
+    for kind in ("scenes", "words"):
+        train, heldout = (set(prompts.load(f"{kind}/{split}").texts) for split in ("train", "heldout"))
+        assert not train & heldout

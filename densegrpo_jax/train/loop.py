@@ -59,6 +59,7 @@ def _run(config: Config, credit_method: Callable | None, extra_rewards: dict[str
     tables = phases.sampler(config, sigmas, level, step=0)
     check(config, int(tables.trained.sum()), devices=1)
     train_prompts, held_out = prompt_lists.load(config.prompts.train), prompt_lists.load(config.prompts.evaluation)
+    _report_truncation(policy, [*train_prompts.texts, *held_out.texts])
     weights = reward_weights(config)
     scorers = {name: extra_rewards.get(name) or rewards.load(name) for name in (*weights, *config.evaluation.witnesses)}
 
@@ -324,6 +325,14 @@ def _interruptible() -> Iterator[dict[str, bool]]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+def _report_truncation(policy: Policy, texts: list[str], shown: int = 5) -> None:
+    lines = policy.truncated(texts)
+    for line in lines[:shown]:
+        print(f"warning: {line}")
+    if len(lines) > shown:
+        print(f"warning: ... and {len(lines) - shown} more; raise model.max_sequence_length, or shorten the prompts")
 
 
 def _write_manifest(config: Config, policy: Policy) -> None:

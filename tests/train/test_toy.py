@@ -175,7 +175,7 @@ def test_failed_scores_are_masked_and_counted(tmp_path):
 
 
 def test_a_reward_of_the_wrong_length_is_named(tmp_path):
-    with pytest.raises(ValueError, match="reward 'short' returned shape"):
+    with pytest.raises(ValueError, match="reward 'short' returned scores of shape"):
         train(config(tmp_path, rewards=("short",)), extra_rewards={"short": lambda images, prompts, metadata: np.zeros(3)})
 
 
