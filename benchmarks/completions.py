@@ -18,8 +18,8 @@ Names of schemes:
 
 Columns:
   eval, calls  network evaluations a trajectory, sampling included, and sequential calls with a whole level in one (flow.cost)
-  wall         seconds relative to the naive loop of n=all, on a small SD3 transformer with tiles of one latent; measured at 10, 27, 40, 55
-               and 100 evaluations, interpolated between
+  wall         seconds relative to the naive loop of n=all, on a small SD3 transformer with tiles of one latent; measured at 10, 27, 40, 55,
+               100 and 110 evaluations, interpolated between
   cos          the deciding figure: cosine between the normalised advantages (group mean and std at each step) of the scheme and of the
                reference over all trained steps. The policy gradient is linear in the advantages, so this is how far the update points the
                right way; shifts and scales common to a level do not count, as the normalisation removes them. Mean over settings and
@@ -29,10 +29,11 @@ Columns:
   slope        `true` with the baseline b R_i in place of R_i, b the least-squares slope of R_{i+1} on R_i within groups at each step
   rank         Spearman correlation of R_i within groups, mean over levels
   sign         share of gains with the sign of the reference's
-  gain, R      RMSE of the gains and of R_i, in units of the std of the reference gains
+  gain, R      RMSE of the gains and of R_i, in units of the std of the reference gains; median over settings and rewards
 
-Below the table are wall times: the walk of flow.rollout_and_complete against the naive loop, and the effect of `chunk`; ratios are
-medians of interleaved runs. --json writes every cell (setting, reward, scheme) and the figures of each level.
+Below the table are wall times: the walk of flow.rollout_and_complete against the naive loop (24 trajectories of 16 tokens), and the effect
+of `chunk` (n=1, 256 trajectories of 64 tokens); ratios are medians of interleaved runs. --json writes every cell (setting, reward,
+scheme) and the figures of each level.
 """
 
 import argparse
@@ -102,7 +103,7 @@ def schemes(grid: str, quick: bool) -> dict[str, Scheme]:
         for solver in ("euler", "ab2"):
             levels = [[k, *(a for a in anchors if a < k), 0] for k in range(STEPS, 0, -1)]
             result[f"anchors {','.join(map(str, anchors))} {solver}"] = Scheme(through(sigmas, levels, solver))
-    for below in (3, 5):
+    for below in (4, 6):
         late = np.arange(STEPS) > STEPS - below
         mixed = flow.branches(sigmas, 2, "ab2", levels=~late) + flow.branches(sigmas, "all", "ab2", levels=late)
         result[f"n=2, all below {below} ab2"] = Scheme(mixed)
@@ -160,7 +161,8 @@ def setting(grid: str, guidance: float, seeds: int) -> Setting:
 
 def follow(s: Setting, x: jax.Array, plans: list[flow.Plan]) -> jax.Array:
     """Each plan from its own latents, x [N, B, D] -> [N, B, D]. Plans are padded, so that schemes of one size share a program."""
-    longest = max(20, *(len(p) for p in plans))
+    longest = max(len(p) for p in plans)
+    longest = next((size for size in (10, 20) if longest <= size), longest)
     sigmas, coef = np.zeros((len(plans), longest)), np.tile(np.eye(2, 3), (len(plans), longest, 1, 1))  # rows that change nothing
     for i, p in enumerate(plans):
         sigmas[i, : len(p)], coef[i, : len(p)] = p
@@ -304,7 +306,8 @@ def summary(figures: dict, costs: dict, wall: dict) -> list[dict]:
     measured = sorted((costs[name][0], ratio) for name, ratio in wall.items() if name in costs)
     rows = []
     for name, cells in figures.items():
-        mean = {f: float(np.mean([cell[f].mean() for cell in cells.values()])) for f in ("cos", "true", "slope", "sign", "gain", "R")}
+        mean = {f: float(np.mean([cell[f].mean() for cell in cells.values()])) for f in ("cos", "true", "slope", "sign")}
+        median = {f: float(np.median([cell[f].mean() for cell in cells.values()])) for f in ("gain", "R")}
         difference = np.mean([cell["cos"] - figures[PAPER][key]["cos"] for key, cell in cells.items()], axis=0)  # [seeds]
         by_reward = {q: float(np.mean([c["cos"].mean() for key, c in cells.items() if key[1] == q])) for q in fields.REWARDS}
         rows.append(
@@ -314,6 +317,7 @@ def summary(figures: dict, costs: dict, wall: dict) -> list[dict]:
                 "calls": costs[name][1],
                 "wall": float(np.interp(costs[name][0], *zip(*measured), right=np.nan)),
                 **mean,
+                **median,
                 "cos_se": float(difference.std(ddof=1) / np.sqrt(difference.size)) if difference.size > 1 else 0.0,
                 **by_reward,
                 "worst": float(min(cell["cos"].mean() for cell in cells.values())),
@@ -350,54 +354,57 @@ def timed(programs: dict, repeats: int) -> dict[str, float]:
     return {name: statistics.median(values) for name, values in ratios.items()}
 
 
-def wall_times(quick: bool) -> tuple[dict[str, float], dict[str, float]]:
-    """Relative seconds of programs against the naive loop, and of chunks against none, with a small transformer as the velocity."""
-    width, layers, side, batch, repeats = (32, 1, 4, 12, 1) if quick else (128, 4, 8, 96, 5)
+def network(width: int, layers: int, side: int, batch: int):
+    """A small SD3 transformer with random weights as velocity(x, sigma, cond), and x_init, noise, cond to run it on."""
     config = SD3Config(
         sample_size=side, num_layers=layers, attention_head_dim=width // 4, num_attention_heads=4, joint_attention_dim=32,
         caption_projection_dim=width, pooled_projection_dim=32, pos_embed_max_size=side,
     )  # fmt: skip
-    model, sigmas = SD3Transformer(config), GRIDS["uniform"][0]
-    kernel = flow.only_where(flow.flow_sde(sigmas, NOISE_LEVEL), sigmas, flow.all_but_last(STEPS).stochastic)
-    keys = jax.random.split(jax.random.key(2), 5)
+    model, keys = SD3Transformer(config), jax.random.split(jax.random.key(2), 5)
     x = jax.random.normal(keys[0], (batch, side, side, 16))
     noise = jax.random.normal(keys[1], (STEPS, *x.shape))
     cond = jax.random.normal(keys[2], (batch, 8, 32)), jax.random.normal(keys[3], (batch, 32))
-    shapes = jax.eval_shape(model.init, keys[4], x, jnp.ones(batch), *cond)["params"]
-    leaves, tree = jax.tree.flatten(shapes)
+    leaves, tree = jax.tree.flatten(jax.eval_shape(model.init, keys[4], x, jnp.ones(batch), *cond)["params"])
     leaf_keys = jax.random.split(keys[4], len(leaves))
     params = tree.unflatten([0.05 * jax.random.normal(k, leaf.shape) for k, leaf in zip(leaf_keys, leaves)])
+    return (lambda x, sigma, cond: model.apply({"params": params}, x, sigma, *cond)), (x, noise, cond)
 
-    def velocity(x, sigma, cond):
-        return model.apply({"params": params}, x, sigma, *cond)
 
-    def walk(scheme: Scheme, rows: int, chunk=None, tile=1):
-        args = x[:rows], noise[:, :rows], jax.tree.map(lambda leaf: leaf[:rows], cond)
-        run = jax.jit(
-            lambda x, noise, cond: flow.rollout_and_complete(
-                velocity, x, kernel, sigmas, noise, scheme.branches, cond=cond, chunk=chunk, tile=tile, tail=scheme.tail
-            )[1]
-        )
+def wall_times(quick: bool) -> tuple[dict[str, float], dict[str, float]]:
+    """Relative seconds of programs against the naive loop, and of chunks against none."""
+    sigmas = GRIDS["uniform"][0]
+    kernel = flow.only_where(flow.flow_sde(sigmas, NOISE_LEVEL), sigmas, flow.all_but_last(STEPS).stochastic)
+    table = schemes("uniform", quick)
+
+    def walk(velocity, args, name, **options):
+        scheme = table[name].branches
+
+        @jax.jit
+        def run(x, noise, cond):
+            return flow.rollout_and_complete(velocity, x, kernel, sigmas, noise, scheme, cond=cond, **options)
+
         return lambda: run(*args)
 
-    def naive(scheme: Scheme, rows: int):
-        args = x[:rows], noise[:, :rows], jax.tree.map(lambda leaf: leaf[:rows], cond)
+    def naive(velocity, args, name):
+        scheme = table[name].branches
 
         @jax.jit
         def run(x, noise, cond):
             trajectory = flow.rollout(velocity, x, kernel, sigmas, noise, cond=cond)
-            return flow.complete(velocity, trajectory.latents, scheme.branches, cond=cond)
+            return trajectory, flow.complete(velocity, trajectory.latents, scheme, cond=cond)
 
         return lambda: run(*args)
 
-    table = schemes("uniform", quick)
-    paper, rows = table[PAPER], min(GROUP, batch)
-    programs = {"naive loop": naive(paper, rows)} | {name: walk(table[name], rows) for name in ("n=1 euler", PAPER)}
+    velocity, args = network(32, 1, 4, 4) if quick else network(128, 2, 8, 24)
+    programs = {"naive loop": naive(velocity, args, PAPER)} | {name: walk(velocity, args, name) for name in ("n=1 euler", PAPER)}
     if not quick:
-        programs |= {name: walk(table[name], rows) for name in ("n=3 euler", "respaced 5 shift 1 euler", "paired n=all euler")}
-        programs |= {f"{PAPER}, tile {tile}": walk(paper, rows, tile=tile) for tile in (5, None)}
-    chunks = [c for c in (batch, 48, 24, 12, 6) if c <= batch]
-    return timed(programs, repeats), timed({f"chunk {c}": walk(paper, batch, chunk=c) for c in chunks}, repeats)
+        more = ("n=3 euler", "respaced 5 shift 1 euler", "paired n=all euler", "n=all midpoint")
+        programs |= {name: walk(velocity, args, name) for name in more}
+        programs |= {f"{PAPER}, tile {tile}": walk(velocity, args, PAPER, tile=tile) for tile in (5, None)}
+    ratios = timed(programs, 1 if quick else 5)
+    sizes = (4, 2) if quick else (256, 128, 64, 32, 16)
+    velocity, args = network(32, 1, 4, 4) if quick else network(128, 2, 16, 256)
+    return ratios, timed({f"chunk {c}": walk(velocity, args, "n=1 euler", chunk=c) for c in sizes}, 1 if quick else 5)
 
 
 # --- main ------------------------------------------------------------------------------------------------------------
@@ -409,20 +416,42 @@ def cpu_name() -> str:
     return next((line.split(":")[1].strip() for line in lines if line.startswith("model name")), platform.processor())
 
 
-def rounded(value):
-    """Numbers and arrays for JSON, to three decimals."""
+def rounded(value, digits: int = 3):
+    """Numbers in dicts and arrays for JSON; NaN becomes null."""
+    if isinstance(value, dict):
+        return {key: rounded(v, digits) for key, v in value.items()}
     if isinstance(value, np.ndarray):
-        return [rounded(v) for v in value.tolist()]
-    return None if np.isnan(value) else round(float(value), 3)
+        return [rounded(v, digits) for v in value]
+    return value if isinstance(value, (str, int)) else None if np.isnan(value) else round(float(value), digits)
+
+
+def write(path: Path, about: dict, rows: list[dict], figures: dict, wall: dict) -> None:
+    """The table; every cell; and by scheme and setting the figures of each level, mean over rewards. One line an entry."""
+    scalars = ("cos", "true", "slope", "sign", "gain", "R")
+    cells = [
+        {"scheme": name, "setting": key[0], "reward": key[1], "cos_seeds": rounded(cell["cos"])}
+        | {figure: rounded(cell[figure].mean()) for figure in scalars}
+        for name, by_key in figures.items()
+        for key, cell in by_key.items()
+    ]
+    levels = [
+        {"scheme": name, "setting": setting}
+        | {f: rounded(np.mean([by_key[setting, q][f].mean(0) for q in fields.REWARDS], 0), 2) for f in ("rank_level", "cos_level")}
+        for name, by_key in figures.items()
+        for setting in dict.fromkeys(key[0] for key in by_key)
+    ]
+    parts = {"about": [about], "wall": [rounded(wall)], "schemes": [rounded(row) for row in rows], "cells": cells, "levels": levels}
+    body = ",\n".join(f'"{key}": [\n' + ",\n".join(json.dumps(line, separators=(",", ":")) for line in lines) + "\n]" for key, lines in parts.items())
+    path.write_text("{\n" + body + "\n}\n")
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path, help="write the results here")
     parser.add_argument("--quick", action="store_true", help="a few schemes, one seed, no guidance, toy transformer: under a minute")
-    parser.add_argument("--seeds", type=int, default=6, help="independent problems of four prompts each (default 6)")
+    parser.add_argument("--seeds", type=int, default=4, help="independent problems of four prompts each (default 4)")
     args = parser.parse_args()
-    seeds, draws = (1, 2) if args.quick else (args.seeds, 16)
+    seeds, draws = (1, 2) if args.quick else (args.seeds, 12)
     about = {
         "device": f"{jax.devices()[0].platform}: {cpu_name()}, {os.cpu_count()} cores, load {os.getloadavg()[0]:.1f} at the start",
         "versions": {"python": platform.python_version()} | {name: version(name) for name in ("jax", "flax", "numpy", "scipy")},
@@ -435,19 +464,9 @@ def main():
     rows = summary(figures, costs, programs)
     print_table(rows)
     print("wall time of the walk over the naive loop: " + ", ".join(f"{name} {ratio:.2f}" for name, ratio in programs.items()))
-    print("wall time of n=all euler by chunk, over no chunks: " + ", ".join(f"{name} {ratio:.2f}" for name, ratio in chunks.items()))
+    print("wall time of sampling by chunk, over no chunks: " + ", ".join(f"{name} {ratio:.2f}" for name, ratio in chunks.items()))
     if args.json:
-        cells = [
-            {"scheme": name, "setting": key[0], "reward": key[1], "cos_sd": rounded(cell["cos"].std(ddof=seeds > 1))}
-            | {figure: rounded(value.mean(axis=0)) for figure, value in cell.items()}
-            for name, by_key in figures.items()
-            for key, cell in by_key.items()
-        ]
-        table = [{k: v if isinstance(v, (str, int)) else rounded(v) for k, v in row.items()} for row in rows]
-        lines = {"about": [about], "schemes": table, "cells": cells}
-        lines["wall"] = [{"programs": {k: rounded(v) for k, v in programs.items()}, "chunks": {k: rounded(v) for k, v in chunks.items()}}]
-        body = ",\n".join(f'"{key}": [\n' + ",\n".join(json.dumps(line) for line in value) + "\n]" for key, value in lines.items())
-        args.json.write_text("{\n" + body + "\n}\n")
+        write(args.json, about, rows, figures, {"programs": programs, "chunks": chunks})
 
 
 if __name__ == "__main__":

@@ -1,6 +1,8 @@
-"""The benchmarks that docs/ quotes: their fields and figures are what they say, and the quick run works from the command line."""
+"""The study of completions and the page that quotes it: fields and figures are what they say, the page names what exists."""
 
+import importlib
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -11,7 +13,9 @@ import numpy as np
 import pytest
 from scipy import stats
 
-BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
+ROOT = Path(__file__).parents[1]
+BENCHMARKS = ROOT / "benchmarks"
+PAGE = (ROOT / "docs" / "methods.md").read_text()
 sys.path.insert(0, str(BENCHMARKS))
 
 import completions  # noqa: E402
@@ -99,3 +103,27 @@ def test_quick_run(tmp_path):
     assert rows["n=1 euler"]["cos"] < rows["n=2 euler"]["cos"] < rows["n=all euler"]["cos"] < 1
     assert rows["n=all ab2"]["slope"] > rows["n=all ab2"]["true"]
     assert set(result["wall"][0]["programs"]) == {"naive loop", "n=1 euler", "n=all euler"}
+
+
+def test_the_page_names_functions_and_tests_that_exist():
+    named = re.findall(r"`([\w/]+\.py)::(\w+)`", PAGE)
+    assert len(named) > 50
+    assert not [(path, name) for path, name in named if f"def {name}(" not in (ROOT / "tests" / path).read_text()]
+    functions = set(re.findall(r"`((?:flow|credit|objective)\.[\w.]+)", PAGE))
+    assert len(functions) > 50
+    for function in functions:
+        module, _, name = f"densegrpo_jax.{function}".rpartition(".")
+        assert hasattr(importlib.import_module(module), name), function
+
+
+def test_the_page_quotes_the_committed_results():
+    rows = {row["scheme"]: row for row in json.loads((ROOT / "docs" / "completions.json").read_text())["schemes"]}
+    table = re.findall(r"^\| scheme.*eval.*\n(?:\|.*\n)+", PAGE, re.M)[0]
+    header, *lines = [line.strip("|").split("|") for line in table.splitlines()]
+    columns = [cell.strip() for cell in header]
+    assert len(lines) > 10
+    for line in lines[1:]:
+        cells = dict(zip(columns, (cell.strip(" `") for cell in line)))
+        row = rows[cells.pop("scheme")]
+        quoted = {name: "–" if row[name] is None else f"{row[name]:g}" if name == "eval" else f"{row[name]:.2f}" for name in cells}
+        assert quoted == cells
