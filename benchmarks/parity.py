@@ -77,12 +77,17 @@ class Row(NamedTuple):
 # --- comparing -------------------------------------------------------------------------------------------------------
 
 
-def difference(ours, theirs) -> float:
-    """Largest absolute difference over the largest absolute value of `theirs`."""
+def distance(ours, theirs) -> float:
+    """Largest absolute difference; NaN if there is one."""
     ours, theirs = (np.asarray(x, np.float32) for x in (ours, theirs))
     if ours.shape != theirs.shape:
         raise ValueError(f"shapes differ: ours {ours.shape}, theirs {theirs.shape}")
-    return float(np.abs(ours - theirs).max() / np.abs(theirs).max())
+    return float(np.abs(ours - theirs).max())
+
+
+def relative(ours, theirs) -> float:
+    """Largest absolute difference over the largest absolute value of `theirs`, the worst of several arrays; NaN if there is one."""
+    return float(np.max([distance(a, b) / np.abs(np.asarray(b, np.float32)).max() for a, b in zip(ours, theirs, strict=True)]))
 
 
 def compare(component: str, configuration: str, ours: Callable, theirs: Callable, params: dict, x: np.ndarray) -> Row:
@@ -100,7 +105,7 @@ def compare(component: str, configuration: str, ours: Callable, theirs: Callable
     wanted = [y.movedim(1, -1) if y.ndim == 4 else y for y in wanted]
     rng = np.random.default_rng(SEED)
     weights = [rng.normal(size=y.shape).astype(np.float32) for y in wanted]
-    sum((y * torch.from_numpy(w)).sum() for y, w in zip(wanted, weights)).backward()
+    sum((y * torch.from_numpy(w)).sum() for y, w in zip(wanted, weights, strict=True)).backward()
 
     def loss(x, params):
         outputs = ours(params, x, jnp.float32)
@@ -111,9 +116,9 @@ def compare(component: str, configuration: str, ours: Callable, theirs: Callable
     return Row(
         component,
         configuration,
-        max(difference(y, z.detach()) for y, z in zip(outputs, wanted)),
-        difference(gradient, leaf.grad),
-        max(difference(y, z) for y, z in zip(half, outputs)),
+        relative(outputs, [y.detach() for y in wanted]),
+        relative([gradient], [leaf.grad]),
+        relative(half, outputs),
         RELATIVE,
     )
 
@@ -281,20 +286,20 @@ def clip_rows() -> list[Row]:
     expected = np.stack(processor(list(images)).pixel_values).transpose(0, 2, 3, 1)
     pixels = normal(2, 56, 56, 3)
     return [
-        Row("CLIP image preparation", "90 x 70 bytes to 56 x 56", difference(prepared, expected), None, None, RELATIVE),
+        Row("CLIP image preparation", "90 x 70 bytes to 56 x 56", relative([prepared], [expected]), None, None, RELATIVE),
         compare("CLIP vision", "ViT, projected", embed, lambda x: (theirs.get_image_features(x).pooler_output,), params, pixels),
         compare("CLIP score", "2 images with 3 texts", score, their_score, params, pixels),
     ]
 
 
 def schedule_row() -> Row:
-    worst = 0.0
+    differences = []
     for shift in (1.0, 3.0):
         for steps in (1, 2, 10, 28, 40):
             scheduler = diffusers.FlowMatchEulerDiscreteScheduler(shift=shift)
             scheduler.set_timesteps(steps)
-            worst = max(worst, float(np.abs(flow.sd3_sigmas(steps, shift) - scheduler.sigmas.numpy()).max()))
-    return Row("noise schedule", "shift 1 and 3; 1 to 40 steps", worst, None, None, ABSOLUTE)
+            differences.append(distance(flow.sd3_sigmas(steps, shift), scheduler.sigmas))
+    return Row("noise schedule", "shift 1 and 3; 1 to 40 steps", float(np.max(differences)), None, None, ABSOLUTE)
 
 
 # --- end to end ------------------------------------------------------------------------------------------------------
@@ -336,18 +341,19 @@ def image_rows(folder: Path, pipe: pipeline.Pipeline, quick: bool) -> Iterator[R
     reference, steps = torch_pipeline(folder), 2 if quick else 10
     for height, width, guidance in [(24, 48, 4.5)] if quick else [(32, 32, 1.0), (32, 32, 4.5), (24, 48, 1.0), (24, 48, 4.5)]:
         noise = normal(2, *pipeline.latent_shape(pipe.configs, height, width))
-        distance = np.abs(our_images(pipe, noise, guidance, steps) - torch_images(reference, noise, guidance, steps)).max()
+        worst = distance(our_images(pipe, noise, guidance, steps), torch_images(reference, noise, guidance, steps))
         what = f"{height} x {width}, guidance {guidance:g}, {steps} steps"
-        yield Row("image, SD3.5-Medium kind", what, float(distance), None, None, PIXEL)
+        yield Row("image, SD3.5-Medium kind", what, worst, None, None, PIXEL)
 
 
 def adapter_rows(folder: Path, pipe: pipeline.Pipeline, quick: bool) -> Iterator[Row]:
     """A random adapter here, and exported to the libraries."""
     lora = loras.init(jax.random.key(SEED), pipe.params["transformer"], rank=RANK)
-    lora = jax.tree.map(lambda leaf: 0.2 * normal(*leaf.shape), lora)
+    rng = np.random.default_rng(SEED)
+    lora = jax.tree.map(lambda leaf: rng.normal(scale=0.2, size=leaf.shape).astype(np.float32), lora)
     noise, guidance, steps = normal(2, *pipeline.latent_shape(pipe.configs, 24, 32)), 4.5, 2 if quick else 10
     ours = our_images(pipe, noise, guidance, steps, lora)
-    if np.abs(ours - torch_images(torch_pipeline(folder), noise, guidance, steps)).max() < 10 * PIXEL:
+    if distance(ours, torch_images(torch_pipeline(folder), noise, guidance, steps)) < 10 * PIXEL:
         raise RuntimeError("the adapter does not show in the image: nothing to compare")
     for format in ("peft",) if quick else ("diffusers", "peft", "merged"):
         out, reference = export(Adapter(lora, ALPHA), folder, format, folder.parent / format), torch_pipeline(folder)
@@ -357,9 +363,9 @@ def adapter_rows(folder: Path, pipe: pipeline.Pipeline, quick: bool) -> Iterator
             PeftModel.from_pretrained(reference.transformer, out)  # puts its layers into the transformer
         else:
             reference = torch_pipeline(out)
-        distance = np.abs(ours - torch_images(reference, noise, guidance, steps)).max()
+        worst = distance(ours, torch_images(reference, noise, guidance, steps))
         what = {"diffusers": "load_lora_weights of diffusers", "peft": "PEFT", "merged": "merged folder in diffusers"}[format]
-        yield Row("image, exported adapter", f"{what}; 24 x 32, {steps} steps", float(distance), None, None, PIXEL)
+        yield Row("image, exported adapter", f"{what}; 24 x 32, {steps} steps", worst, None, None, PIXEL)
 
 
 def measure(quick: bool) -> Iterator[Row]:
