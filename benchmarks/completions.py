@@ -441,7 +441,9 @@ def write(path: Path, about: dict, rows: list[dict], figures: dict, wall: dict) 
         for setting in dict.fromkeys(key[0] for key in by_key)
     ]
     parts = {"about": [about], "wall": [rounded(wall)], "schemes": [rounded(row) for row in rows], "cells": cells, "levels": levels}
-    body = ",\n".join(f'"{key}": [\n' + ",\n".join(json.dumps(line, separators=(",", ":")) for line in lines) + "\n]" for key, lines in parts.items())
+    body = ",\n".join(
+        f'"{key}": [\n' + ",\n".join(json.dumps(line, separators=(",", ":")) for line in lines) + "\n]" for key, lines in parts.items()
+    )
     path.write_text("{\n" + body + "\n}\n")
 
 

@@ -21,6 +21,8 @@ sys.path.insert(0, str(BENCHMARKS))
 import completions  # noqa: E402
 import fields  # noqa: E402
 
+from densegrpo_jax import flow  # noqa: E402
+
 FIELD = fields.mixtures(0, prompts=2, dimensions=6)
 PROMPT = jnp.array([0, 1, 1])
 
@@ -84,6 +86,24 @@ def test_sloped_gains_are_uncorrelated_with_the_baseline():
     r = np.random.default_rng(4).normal(size=(11, 2 * completions.GROUP)).cumsum(axis=0)
     residual = completions.within_groups(completions.sloped(r))
     np.testing.assert_allclose((residual * completions.within_groups(r)[:-1]).sum((1, 2)), 0.0, atol=1e-9)
+
+
+@pytest.mark.parametrize("name", ["skip_call n=3 ab2", "paired n=2 ab2", "n=2, all below 4 ab2"])
+def test_estimates_are_those_of_the_walk(name):
+    s, scheme = completions.setting("sd3", 1.0, seeds=1), completions.schemes("sd3", quick=False)[name]
+    rewards, baseline = completions.estimate(s, scheme)["smooth"]
+    velocity = fields.velocity(s.field)
+    walk = jax.jit(
+        lambda x, noise: flow.rollout_and_complete(velocity, x, s.kernel, s.sigmas, noise, scheme.branches, cond=s.prompt, tail=scheme.tail)
+    )
+    trajectory, clean = walk(s.trajectory.latents[0], s.trajectory.noise)
+    score = jax.vmap(lambda x: fields.rewards(s.field, x, s.prompt)["smooth"])
+    for branch, expected in zip(scheme.branches, score(clean)[: completions.STEPS]):
+        np.testing.assert_allclose(rewards[branch.start], expected, atol=1e-4)
+    np.testing.assert_allclose(rewards[-1], score(trajectory.latents[-1:])[0], atol=1e-4)
+    assert (baseline is not None) == scheme.paired
+    if scheme.paired:
+        np.testing.assert_allclose(baseline, score(clean)[completions.STEPS :], atol=1e-4)
 
 
 def test_quick_run(tmp_path):
