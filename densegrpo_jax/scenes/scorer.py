@@ -9,6 +9,7 @@ It is trained on the logit exp(logit_scale) * cosine with four losses, each a so
 """
 
 import json
+import operator
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -47,6 +48,7 @@ MEAN, STD = 0.85, 0.25  # of pixels in [0, 1], all channels: most of a picture i
 MAX_LOG_SCALE = 4.0  # of the logit scale: at most 55
 WRONG = 2  # captions with one thing wrong for each scene
 GROUP = 8  # pictures the model draws for one caption
+BLOCK = 256  # pictures drawn at once
 LATENT_NOISE = (0.0, 0.0, 0.0, 0.0, 0.0, 0.1, 0.2, 0.4)  # put into the latents of a group's pictures
 CLEAR = 0.25  # difference of the judge's partial scores from which on a pair counts as clear
 
@@ -119,27 +121,29 @@ def make_scenes(run: Run, tokens, seed, count: int, split: str = "train") -> dic
 
 
 def draw_groups(run: Run, tokens, flow_params, vae_params, vae_config, captions: int, split: str, seed: int) -> Drawn:
-    """Lets the tiny model draw GROUP pictures for each of `captions` captions, a third each with 5, 10 and 20 Euler steps."""
+    """Lets the tiny model draw GROUP pictures for each of `captions` captions, a third each with 5, 10 and 20 Euler steps.
+
+    Raises:
+      ValueError: a third of the pictures is no multiple of BLOCK.
+    """
+    if captions * GROUP % (3 * BLOCK):
+        raise ValueError(f"captions is {captions}; it must be a multiple of {3 * BLOCK // GROUP}")
     scenes = [world.sample_scene((run.seed, 96, seed, n), split) for n in range(captions)]
-    requests = [world.metadata(scene, (run.seed, 96, seed, n, 1)) for n, scene in enumerate(scenes)]
+    requests = [world.metadata(scene, (run.seed, 96, seed, n, 1)) for n, scene in enumerate(scenes) for _ in range(GROUP)]
     ids = tokens([request["prompt"] for request in requests])
+    side = tiny_model.MMDIT.sample_size
+    shape = (BLOCK, side, side, tiny_model.VAE.latent_channels)
+    level = jnp.tile(jnp.array(LATENT_NOISE), BLOCK // GROUP)[:, None, None, None]
     images = []
-    for k, part in enumerate(np.array_split(np.arange(captions), 3)):
-        rows = np.repeat(part, GROUP)
-        rows = np.concatenate([rows, np.repeat(rows[-1:], -len(rows) % 32)])
-        noise_key, extra_key = jax.random.split(jax.random.fold_in(jax.random.key(run.seed + 2), 3 * seed + k))
-        side = tiny_model.MMDIT.sample_size
-        shape = (len(rows), side, side, tiny_model.VAE.latent_channels)
-        latents = tiny_model.sample_latents(
-            flow_params, jax.tree.map(lambda a, rows=rows: a[rows], ids), jax.random.normal(noise_key, shape), (5, 10, 20)[k]
-        )
-        level = jnp.tile(jnp.array(LATENT_NOISE), -(-len(rows) // GROUP))[: len(rows), None, None, None]
-        latents = latents + level * jax.random.normal(extra_key, shape)
-        images.append(tiny_model.decode_latents(vae_params, vae_config, latents)[: len(part) * GROUP])
+    for start in range(0, len(requests), BLOCK):
+        noise_key, extra_key = jax.random.split(jax.random.fold_in(jax.random.key(run.seed + 2), start + 1_000_000 * seed))
+        block = jax.tree.map(operator.itemgetter(slice(start, start + BLOCK)), ids)
+        steps = (5, 10, 20)[3 * start // len(requests)]
+        latents = tiny_model.sample_latents(flow_params, block, jax.random.normal(noise_key, shape), steps)
+        images.append(tiny_model.decode_latents(vae_params, vae_config, latents + level * jax.random.normal(extra_key, shape)))
     images = np.concatenate(images)
-    repeated = [request for request in requests for _ in range(GROUP)]
-    scores = {mode: checker.judge(images, repeated, mode).reshape(captions, GROUP) for mode in ("partial", "soft")}
-    return Drawn(images.reshape(captions, GROUP, *images.shape[1:]), ids["clip"], **scores)
+    scores = {mode: checker.judge(images, requests, mode).reshape(captions, GROUP) for mode in ("partial", "soft")}
+    return Drawn(images.reshape(captions, GROUP, *images.shape[1:]), ids["clip"][::GROUP], **scores)
 
 
 # ---- the loss
@@ -253,7 +257,7 @@ def agreement(params, drawn: Drawn) -> dict[str, float]:
     return row
 
 
-def train_scorer(run: Run, steps: int, flow_params, vae_params, vae_config, captions: int = 720) -> Any:
+def train_scorer(run: Run, steps: int, flow_params, vae_params, vae_config, captions: int = 768) -> Any:
     """Stage 3; measured by the agreement on clear pairs of held-out captions' pictures."""
     tokens = tiny_model.Tokens(run.workdir)
     draw = partial(draw_groups, run, tokens, flow_params, vae_params, vae_config)
