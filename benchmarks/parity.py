@@ -23,7 +23,6 @@ import platform
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
-from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import NamedTuple
@@ -112,7 +111,8 @@ def compare(component: str, configuration: str, ours: Callable, theirs: Callable
         return sum((y * w).sum() for y, w in zip(outputs, weights, strict=True)), outputs
 
     (_, outputs), gradient = jax.jit(jax.value_and_grad(loss, has_aux=True))(x, params)
-    half = jax.jit(partial(ours, dtype=jnp.bfloat16))(jax.tree.map(lambda p: jnp.asarray(p, jnp.bfloat16), params), x)
+    low = jax.tree.map(lambda p: jnp.asarray(p, jnp.bfloat16), params)
+    half = jax.jit(lambda params, x: ours(params, x, jnp.bfloat16))(low, x)
     return Row(
         component,
         configuration,
@@ -192,11 +192,10 @@ def block_row(name: str) -> Row:
     return compare("transformer block", f"{name} kind, both streams", ours, run, params, normal(2, 60, 64))
 
 
-def vae_rows(name: str, **values) -> list[Row]:
-    levels = 4
+def vae_rows(name: str, widths: tuple[int, ...], **values) -> list[Row]:
     theirs = diffusers.AutoencoderKL(
-        block_out_channels=(16, 16, 32, 32), layers_per_block=1, norm_num_groups=8,
-        down_block_types=("DownEncoderBlock2D",) * levels, up_block_types=("UpDecoderBlock2D",) * levels, **values,
+        block_out_channels=widths, layers_per_block=1, norm_num_groups=8,
+        down_block_types=("DownEncoderBlock2D",) * len(widths), up_block_types=("UpDecoderBlock2D",) * len(widths), **values,
     )  # fmt: skip
     theirs = randomized(theirs)
     config = vae.VAEConfig.from_json(json.loads(theirs.to_json_string()))
@@ -372,9 +371,10 @@ def measure(quick: bool) -> Iterator[Row]:
     names = ["SD3.5-Medium"] if quick else list(VARIANTS)
     yield from map(transformer_row, names)
     yield from map(block_row, names if quick else ("SD3-Medium", "SD3.5-Medium"))
-    yield from vae_rows("SD3, FLUX kind: 16 channels", latent_channels=16, use_quant_conv=False, use_post_quant_conv=False)
+    widths = (16, 32) if quick else (16, 16, 32, 32)
+    yield from vae_rows("SD3, FLUX kind: 16 channels", widths, latent_channels=16, use_quant_conv=False, use_post_quant_conv=False)
     if not quick:
-        yield from vae_rows("SD1 kind: 4 channels, quant convolutions", latent_channels=4)
+        yield from vae_rows("SD1 kind: 4 channels, quant convolutions", widths, latent_channels=4)
         sizes = dict(hidden_size=48, intermediate_size=96, num_hidden_layers=4, num_attention_heads=4)
         yield clip_text_row("CLIP-L kind: quick gelu", **sizes, projection_dim=48, hidden_act="quick_gelu")
     sizes = dict(hidden_size=80, intermediate_size=160, num_hidden_layers=6, num_attention_heads=5)

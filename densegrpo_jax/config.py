@@ -81,12 +81,11 @@ class Exploration:
 
 @dataclass(frozen=True)
 class Completion:
-    steps: str = "3"
-    """Steps of a completion: "all" (the paper's n = k), a number, or "k/2", "k/3", ..."""
-    solver: Literal["euler", "midpoint", "heun", "ab2", "dpmpp2m"] = "ab2"
+    steps: str = "respaced 5"
+    """Steps of a completion: "all" (the paper's n = k), a number or "k/2", "k/3", ... on the sampler's levels; or "respaced 5": at
+    most so many steps laid anew between the level and the image. docs/methods.md compares them."""
+    solver: Literal["euler", "midpoint", "heun", "ab2", "dpmpp2m"] = "dpmpp2m"
     """ODE solver of the completions; the paper takes Euler."""
-    substeps: int | None = None
-    """T' steps laid anew between level and image instead of the sampler's levels (Stepwise-Flow-GRPO: 5)."""
     paired: bool = False
     """Grid-consistent gains: subtract the completion of the noise-free step instead of the completion before the step."""
     tail: Literal["keep", "skip_node", "skip_call"] = "keep"

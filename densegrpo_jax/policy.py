@@ -28,6 +28,7 @@ class Policy(NamedTuple):
       truncated: texts -> one line for each that the text encoders do not see to its end.
       shape: of one latent.
       grid: number of steps -> the model's own noise levels.
+      shift: of that grid.
       start: () -> what is trained, at its start: a fresh adapter, or a copy of the weights.
       name: for logs and reports.
     """
@@ -39,6 +40,7 @@ class Policy(NamedTuple):
     truncated: Callable[[list[str]], list[str]]
     shape: tuple[int, ...]
     grid: Callable[[int], np.ndarray]
+    shift: float
     start: Callable[[], dict]
     name: str
 
@@ -105,6 +107,7 @@ def toy(config: Config) -> Policy:
         truncated=lambda prompts: [],
         shape=world.SHAPE,
         grid=flow.uniform_sigmas,
+        shift=1.0,
         start=lambda: fresh_adapter(config, network, ("in", "hidden_0", "hidden_1", "hidden_2", "out")),
         name="toy (8x8 spots)",
     )
@@ -163,22 +166,30 @@ def from_folder(config: Config) -> Policy:
         truncated=lambda prompts: pipeline.truncated(pipe, prompts, config.model.max_sequence_length),
         shape=pipeline.latent_shape(configs, height, width),
         grid=lambda num_steps: pipeline.sigmas(configs, num_steps),
+        shift=configs.shift,
         start=start,
         name=f"{configs.family} from {config.model.path}",
     )
 
 
+def shift(config: Config, policy: Policy) -> float:
+    """The shift of the grid that the config asks for.
+
+    Raises:
+      ValueError: a shift given for a grid that has its own.
+    """
+    grid, given = config.sampling.grid, config.sampling.shift
+    if grid in ("model", "flux"):
+        if given is not None:
+            raise ValueError(f"sampling.shift = {given} has no effect on grid = {grid!r}; set grid to 'uniform' or 'sd3', or leave shift")
+        return policy.shift if grid == "model" else flow.flux_shift(policy.shape[0] * policy.shape[1] // 4)
+    default = 3.0 if grid == "sd3" else 1.0
+    return default if given is None else given
+
+
 def sigmas(config: Config, policy: Policy, num_steps: int) -> np.ndarray:
     """The noise levels that the config asks for, [num_steps + 1]."""
-    grid, shift = config.sampling.grid, config.sampling.shift
-    if grid in ("model", "flux") and shift is not None:
-        raise ValueError(f"sampling.shift = {shift} has no effect on grid = {grid!r}; set grid to 'uniform' or 'sd3', or leave it unset")
-    if grid == "model":
+    if config.sampling.grid == "model":
         return policy.grid(num_steps)
-    if grid == "uniform":
-        return flow.uniform_sigmas(num_steps, 1.0 if shift is None else shift)
-    if grid == "sd3":
-        return flow.sd3_sigmas(num_steps, 3.0 if shift is None else shift)
-    if grid == "flux":
-        return flow.flux_sigmas(num_steps, policy.shape[0] * policy.shape[1] // 4)
-    raise ValueError(f"sampling.grid = {grid!r}: choose 'model', 'uniform', 'sd3' or 'flux'")
+    rule = flow.sd3_sigmas if config.sampling.grid == "sd3" else flow.uniform_sigmas
+    return rule(num_steps, shift(config, policy))

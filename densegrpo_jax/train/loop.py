@@ -55,8 +55,8 @@ def _run(config: Config, credit_method: Callable | None, extra_rewards: dict[str
     # ------------------------------------------------------------------------------------------------ model, data, rewards
     policy = policies.load(config)
     sigmas = policies.sigmas(config, policy, config.sampling.num_steps)
-    level = config.exploration.noise_level
-    tables = phases.sampler(config, sigmas, level, step=0)
+    shift = policies.shift(config, policy)
+    tables = phases.sampler(config, sigmas, shift, step=0)
     check(config, int(tables.trained.sum()), devices=1)
     train_prompts, held_out = prompt_lists.load(config.prompts.train), prompt_lists.load(config.prompts.evaluation)
     _report_truncation(policy, [*train_prompts.texts, *held_out.texts])
@@ -73,7 +73,7 @@ def _run(config: Config, credit_method: Callable | None, extra_rewards: dict[str
     log = workdir / "metrics.jsonl"
     metrics.rewind(log, start)
     boards = metrics.boards(workdir, config.run.wandb)
-    _write_manifest(config, policy)
+    _write_manifest(config, policy, tables)
 
     # ------------------------------------------------------------------------------------------------------ compiled phases
     samplers: dict[bytes, Callable] = {}
@@ -90,7 +90,7 @@ def _run(config: Config, credit_method: Callable | None, extra_rewards: dict[str
     # ------------------------------------------------------------------------------------------------------------- the loop
     for step in range(start, config.run.steps):
         began = time.perf_counter()
-        tables = phases.sampler(config, sigmas, level, step)
+        tables = phases.sampler(config, sigmas, shift, step)
         chosen = prompt_lists.of_step(len(train_prompts.texts), config.prompts.per_step, config.run.seed, step)
         cond = policy.encode([train_prompts.texts[i] for i in chosen])
 
@@ -108,7 +108,7 @@ def _run(config: Config, credit_method: Callable | None, extra_rewards: dict[str
 
         # gains and advantages
         levels, baseline = _by_level(total, tables, len(groups))
-        options = _credit_options(config, trajectory, baseline)
+        options = {} if credit_method else _credit_options(config, trajectory, baseline)
         result = credit.advantages(
             credit_method or config.credit.method, levels.value, groups, valid=levels.valid, over=config.credit.over,
             std=config.credit.std, eps=config.credit.eps, clip=config.credit.clip, **options,
@@ -335,10 +335,9 @@ def _report_truncation(policy: Policy, texts: list[str], shown: int = 5) -> None
         print(f"warning: ... and {len(lines) - shown} more; raise model.max_sequence_length, or shorten the prompts")
 
 
-def _write_manifest(config: Config, policy: Policy) -> None:
+def _write_manifest(config: Config, policy: Policy, tables: phases.Sampler) -> None:
     packages = {name: version(name) for name in ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy")}
     c = config.completion
-    tables = phases.sampler(config, policies.sigmas(config, policy, config.sampling.num_steps), config.exploration.noise_level, 0)
     price: Cost = cost(config.sampling.num_steps, tables.scheme, tile=c.tile, tail=c.tail)
     manifest = {
         "model": policy.name,

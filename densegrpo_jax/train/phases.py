@@ -69,17 +69,17 @@ def window(config: Config, step: int) -> flow.Window:
     return flow.sliding(num_steps, e.window_size, step, every=e.window_every)
 
 
-def sampler(config: Config, sigmas: np.ndarray, noise_level: float | np.ndarray, step: int) -> Sampler:
+def sampler(config: Config, sigmas: np.ndarray, shift: float, step: int) -> Sampler:
     """Tables of a training step.
 
     Args:
       config: the run.
       sigmas: grid [T+1].
-      noise_level: one number, or one per step from a psi file.
+      shift: of the grid; re-spaced completions follow it.
       step: training step; matters to random and sliding windows only.
     """
     chosen = window(config, step)
-    kernel = flow.only_where(flow.SAMPLERS[config.exploration.sampler](sigmas, noise_level), sigmas, chosen.stochastic)
+    kernel = flow.only_where(flow.SAMPLERS[config.exploration.sampler](sigmas, config.exploration.noise_level), sigmas, chosen.stochastic)
     trained = chosen.trained & (kernel.std > 0.0)
     if not trained.any():
         raise ValueError("no step is both in the window and noisy: raise exploration.noise_level or widen exploration.window")
@@ -88,11 +88,15 @@ def sampler(config: Config, sigmas: np.ndarray, noise_level: float | np.ndarray,
         first, last = np.flatnonzero(trained)[[0, -1]]
         levels[first : last + 2] = True  # the rewards on both sides of every trained step
     c = config.completion
-    if c.substeps is not None:
-        scheme = flow.substep_branches(sigmas, c.substeps, config.sampling.shift or 1.0, c.solver, levels=levels)
+    kind, _, count = c.steps.partition(" ")
+    if kind == "respaced":
+        if not count.isdigit():
+            raise ValueError(f"completion.steps = {c.steps!r}: write the number of steps, such as 'respaced 5'")
+        if c.tail != "keep":
+            raise ValueError(f"completion.tail = {c.tail!r} is about the sampler's levels; re-spaced completions do not use them")
+        scheme = flow.substep_branches(sigmas, int(count), shift, c.solver, levels=levels)
     else:
-        steps = int(c.steps) if c.steps.isdigit() else c.steps
-        scheme = flow.branches(sigmas, steps, c.solver, tail=c.tail, levels=levels)
+        scheme = flow.branches(sigmas, int(c.steps) if c.steps.isdigit() else c.steps, c.solver, tail=c.tail, levels=levels)
     if c.paired and scheme:
         scheme = scheme + flow.paired(sigmas, scheme, np.flatnonzero(trained))
     return Sampler(sigmas, kernel, trained, scheme, np.flatnonzero(levels))

@@ -112,8 +112,8 @@ def test_every_method_runs(tmp_path, method):
         {"completion": {"steps": "all", "solver": "euler"}},
         {"completion": {"steps": "2", "solver": "euler", "paired": True}},
         {"completion": {"steps": "1", "solver": "midpoint", "tile": None}},
-        {"completion": {"substeps": 5, "solver": "euler"}},
-        {"completion": {"steps": "all", "tail": "skip_call"}, "sampling": {"grid": "sd3"}},
+        {"completion": {"steps": "respaced 2", "solver": "euler"}},
+        {"completion": {"steps": "all", "solver": "ab2", "tail": "skip_call"}, "sampling": {"grid": "sd3"}},
         {"sampling": {"chunk": 24, "grid": "sd3", "shift": 2.0}},
         {"adapter": {"rank": 0}},
         {"optimizer": {"minibatch": "trajectories", "updates": 2, "micro_batch": 100, "ema_decay": 0.0}},
@@ -205,6 +205,7 @@ def test_own_credit_plugs_in(tmp_path):
         (["toy", "--exploration.noise-level", "0"], "no step is both in the window and noisy"),
         (["toy", "--exploration.window", "fixed", "--exploration.window-start", "9"], "does not fit"),
         (["toy", "--completion.steps", "half"], "choose 'all'"),
+        (["toy", "--completion.tail", "skip_node"], "re-spaced completions do not use them"),
         (["toy", "--sampling.chunk", "7"], "does not divide"),
     ],
 )
