@@ -431,7 +431,7 @@ def main():
         library.utils.logging.disable_progress_bar()
     about = {
         "device": cpu_name() if jax.default_backend() == "cpu" else jax.devices()[0].device_kind,
-        "threads": f"torch {torch.get_num_threads()}, XLA up to {len(os.sched_getaffinity(0))}",
+        "threads": f"torch {torch.get_num_threads()}, XLA up to {os.cpu_count()}",
         "seed": SEED,
         "python": platform.python_version(),
         **{package: version(package) for package in ("jax", "flax", "numpy", "torch", "diffusers", "transformers", "peft")},
