@@ -422,7 +422,7 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path, help="write the rows here")
     parser.add_argument("--markdown", type=Path, help="replace the table between the markers of this file, such as docs/parity.md")
-    parser.add_argument("--quick", action="store_true", help="one configuration of each component, two sampling steps: about a minute instead of two")
+    parser.add_argument("--quick", action="store_true", help="one configuration of each component, two sampling steps: half the time")
     args = parser.parse_args()
     torch.set_num_threads(1)
     jax.config.update("jax_default_matmul_precision", "highest")  # float32 products in float32 on GPU and TPU too
