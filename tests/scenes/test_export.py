@@ -136,6 +136,7 @@ def test_the_shipped_model_draws_what_is_asked(tmp_path):
     assert asked > 0.5 and asked > 2 * mixed_up
 
 
+@pytest.mark.skipif(not (SHIPPED / "preference_clip").is_dir(), reason="the preference scorer is not trained yet")
 def test_the_shipped_scorer_prefers_what_is_asked():
     scenes = [world.sample_scene((0, 91, n), "heldout") for n in range(128)]
     images, requests = world.draw_batch(scenes), [world.metadata(scene, n) for n, scene in enumerate(scenes)]
