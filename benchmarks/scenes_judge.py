@@ -37,10 +37,10 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--json", type=Path)
     parser.add_argument("--picture", type=Path)
-    parser.add_argument("--quick", action="store_true", help="50 scenes a tag, not 500")
+    parser.add_argument("--quick", action="store_true", help="100 scenes a tag, not 500")
     parser.add_argument("--seed", type=int, default=123)
     args = parser.parse_args()
-    count = 50 if args.quick else 500
+    count = 100 if args.quick else 500
 
     drawn = {tag: draw(tag, count, args.seed) for tag in world.TAGS}
     right = {tag: means(*pair) for tag, pair in drawn.items()}
