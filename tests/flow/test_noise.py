@@ -46,3 +46,12 @@ def test_shared_start_is_common_within_a_group_while_trajectories_stay_distinct(
     out = flow.rollout(lambda x, s: x, jnp.asarray(x.reshape(24, 16)), flow.flow_sde(sigmas, 0.7), sigmas, noise).latents[-1]
     distance = np.linalg.norm(np.asarray(out)[:, None] - np.asarray(out)[None], axis=-1) + 9.0 * np.eye(24)
     assert distance.min() > 0.05
+
+
+def test_noise_is_standard_normal():
+    import scipy.stats
+
+    sample = np.asarray(flow.initial_noise(KEY, 5, jnp.arange(64), (4096,)), np.float64).ravel()
+    assert scipy.stats.kstest(sample, "norm").pvalue > 0.01
+    np.testing.assert_allclose([sample.mean(), sample.std(), (sample**4).mean()], [0.0, 1.0, 3.0], atol=0.03)
+    assert 4.0 < np.abs(sample).max() < 6.0 and np.unique(sample).size > 0.99 * sample.size
