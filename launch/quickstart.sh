@@ -25,9 +25,9 @@ install_into "$venv" "$python" .
 
 export JAX_PLATFORMS=${JAX_PLATFORMS:-cpu}
 echo
-echo "The tiny Stable Diffusion 3 that this script is meant for is not part of the package yet."
+echo "The preference scorer of the tiny Stable Diffusion 3, which this script is meant for, is not part of the package yet."
 echo "Until it is, the same trainer runs on its 8x8 toy: DenseGRPO on LoRA weights, about a minute."
 echo
 "$venv/bin/densegrpo" train toy --run.workdir runs/quickstart "${arguments[@]}"
 echo
-echo "Open runs/quickstart/report.html in a browser. Next: $venv/bin/densegrpo train toy --help"
+echo "Open runs/quickstart/report.html in a browser. Next: $venv/bin/densegrpo train scenes_compose"
