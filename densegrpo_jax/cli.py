@@ -11,6 +11,7 @@ import tyro
 import densegrpo_jax_configs
 from densegrpo_jax import __version__
 from densegrpo_jax.config import Config
+from densegrpo_jax_configs.variants import VARIANTS, apply
 
 CONFIGS = Path(densegrpo_jax_configs.__file__).parent
 
@@ -38,11 +39,12 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def load_config(name: str) -> Config:
-    """The config of a file, or of a name in configs/ ("toy", "configs/toy.py").
+    """The config of a file or of a name in configs/, with variants after colons: "toy", "configs/toy.py", "toy:flow_grpo:cps".
 
     Raises:
-      ValueError: no such file, or one without `get_config`; lists what there is.
+      ValueError: no such file or variant, or a file without `get_config`; lists what there is.
     """
+    name, *variants = name.split(":")
     for path in (Path(name), CONFIGS / name, CONFIGS / f"{name}.py", CONFIGS / Path(name).name):
         if path.is_file() and path.suffix == ".py":
             break
@@ -53,13 +55,14 @@ def load_config(name: str) -> Config:
     spec.loader.exec_module(module)
     if not hasattr(module, "get_config"):
         raise ValueError(f"{path}: a config file defines get_config() -> densegrpo_jax.config.Config")
-    return module.get_config()
+    return apply(module.get_config(), variants) if variants else module.get_config()
 
 
 def _train(argv: list[str]) -> int:
     """train CONFIG [--section.field VALUE ...]    fine-tune; the same command again continues"""
     if not argv or argv[0] in ("-h", "--help"):
-        print(f"densegrpo {_train.__doc__}\n\nconfigs:\n{_list_configs()}\n\n`densegrpo train CONFIG --help` explains every field.")
+        print(f"densegrpo {_train.__doc__}\n\nconfigs:\n{_list_configs()}\n\nvariants of any of them, CONFIG:VARIANT:\n{_list_variants()}")
+        print("\n`densegrpo train CONFIG --help` explains every field.")
         return 0
     config = tyro.cli(Config, default=load_config(argv[0]), args=argv[1:], prog=f"densegrpo train {argv[0]}")
     from densegrpo_jax.train.loop import train
@@ -115,7 +118,11 @@ def _overview() -> str:
 
 def _list_configs() -> str:
     rows = []
-    for path in sorted(set(CONFIGS.glob("*.py")) - {CONFIGS / "__init__.py"}):
+    for path in sorted(set(CONFIGS.glob("*.py")) - {CONFIGS / "__init__.py", CONFIGS / "variants.py"}):
         first = path.read_text().lstrip().removeprefix('"""').splitlines()[0].removesuffix('"""')
         rows.append(f"  {path.stem:<22} {first}")
     return "\n".join(rows)
+
+
+def _list_variants() -> str:
+    return "\n".join(f"  {name:<22} {function.__doc__}" for name, function in VARIANTS.items())
