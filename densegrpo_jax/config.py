@@ -67,6 +67,9 @@ class Exploration:
     """Kernel of a noisy step."""
     noise_level: float = 0.7
     """a of flow_sde and cps, eta of dance_sde and ddim_sde, constant psi of psi_sde."""
+    psi: Path | None = None
+    """Noise levels of each step in place of noise_level, for flow_sde and psi_sde: a psi.json of `densegrpo calibrate`, or the name
+    of one that ships."""
     window: Literal["all", "all_but_last", "fixed", "random", "sliding"] = "all_but_last"
     """Which steps are noisy and trained; the rest are ODE steps."""
     window_size: int = 4

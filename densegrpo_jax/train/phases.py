@@ -3,6 +3,7 @@
 Each is a pure function of arrays, jitted once. Trajectories are the batch axis; the network sees the group folded into its batch.
 """
 
+import dataclasses
 from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
@@ -12,10 +13,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from densegrpo_jax import flow
-from densegrpo_jax.config import Config
+from densegrpo_jax.config import Config, Exploration
 from densegrpo_jax.flow.rollout import in_chunks
 from densegrpo_jax.objective import Rows, grpo_loss
 from densegrpo_jax.policy import Policy
+from densegrpo_jax.train import psi
 from densegrpo_jax.train import state as states
 from densegrpo_jax.train.state import TrainState
 
@@ -69,6 +71,13 @@ def window(config: Config, step: int) -> flow.Window:
     return flow.sliding(num_steps, e.window_size, step, every=e.window_every)
 
 
+def widest(e: Exploration, num_steps: int) -> Exploration:
+    """The settings whose one window is the union of all windows of a run: what is calibrated, and what a psi file must cover."""
+    if e.window == "random":
+        return dataclasses.replace(e, window="fixed", window_size=num_steps - e.window_start)
+    return dataclasses.replace(e, window="all") if e.window == "sliding" else e
+
+
 def sampler(config: Config, sigmas: np.ndarray, shift: float, step: int) -> Sampler:
     """Tables of a training step.
 
@@ -78,8 +87,12 @@ def sampler(config: Config, sigmas: np.ndarray, shift: float, step: int) -> Samp
       shift: of the grid; re-spaced completions follow it.
       step: training step; matters to random and sliding windows only.
     """
-    chosen = window(config, step)
-    kernel = flow.only_where(flow.SAMPLERS[config.exploration.sampler](sigmas, config.exploration.noise_level), sigmas, chosen.stochastic)
+    chosen, e = window(config, step), config.exploration
+    level: float | np.ndarray = e.noise_level
+    if e.psi is not None:
+        union = window(dataclasses.replace(config, exploration=widest(e, config.sampling.num_steps)), step)
+        level = psi.noise_level(e.psi, e.sampler, sigmas, union.trained)
+    kernel = flow.only_where(flow.SAMPLERS[e.sampler](sigmas, level), sigmas, chosen.stochastic)
     trained = chosen.trained & (kernel.std > 0.0)
     if not trained.any():
         raise ValueError("no step is both in the window and noisy: raise exploration.noise_level or widen exploration.window")
