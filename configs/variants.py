@@ -1,4 +1,4 @@
-"""The methods of the papers as changes to any config: `densegrpo train scenes_preference:stepwise`. Several may follow: `NAME:cps:guard`."""
+"""The methods of the papers as changes to any config: `densegrpo train scenes_preference:stepwise`, or several, `NAME:cps:guard`."""
 
 import dataclasses
 from collections.abc import Callable

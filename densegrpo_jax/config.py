@@ -174,6 +174,9 @@ class Evaluation:
     """Number of held-out prompts used; 0 for all."""
     witnesses: tuple[str, ...] = ()
     """Further rewards that are measured and not optimised."""
+    final_prompts: int = 0
+    """Held-out prompts of a larger comparison with the base model when training is done; 0 for none."""
+    final_images_per_prompt: int = 6
 
 
 @dataclass(frozen=True)
@@ -257,6 +260,8 @@ def check(config: Config, trained_steps: int, devices: int = 1) -> None:
         ("run.save_every", config.run.save_every, 1),
         ("run.keep", config.run.keep, 1),
         ("evaluation.images_per_prompt", config.evaluation.images_per_prompt, 1),
+        ("evaluation.final_prompts", config.evaluation.final_prompts, 0),
+        ("evaluation.final_images_per_prompt", config.evaluation.final_images_per_prompt, 1),
         ("evaluation.num_steps", config.evaluation.num_steps, 1),
     ):
         if value < low:

@@ -85,7 +85,8 @@ def _run(config: Config, credit_method: Callable | None, extra_rewards: dict[str
     start_ids = jnp.asarray(groups) if config.prompts.shared_start else ids
 
     if start == 0 and config.evaluation.every:
-        evaluate(state, 0)
+        evaluate(None, 0)
+    recent: list[float] = []  # seconds of the last steps
     bar = tqdm(total=config.run.steps, initial=start, disable=not metrics.is_terminal(), unit="step", dynamic_ncols=True)
     # ------------------------------------------------------------------------------------------------------------- the loop
     for step in range(start, config.run.steps):
@@ -139,13 +140,15 @@ def _run(config: Config, credit_method: Callable | None, extra_rewards: dict[str
         bar.set_postfix_str(metrics.line(record, config.run.steps), refresh=False)
         bar.update()
         if bar.disable:
-            print(metrics.line(record, config.run.steps), flush=True)
+            left = float(np.median(recent)) * (config.run.steps - step - 1) if recent else None
+            print(metrics.line(record, config.run.steps, left), flush=True)
+        recent = [record["seconds"], *recent][:10] if step > start else []  # the first step compiles
 
         # evaluation, checkpoint, report
         done = step + 1
         last = done == config.run.steps or stop["asked"]
         if config.evaluation.every and (done % config.evaluation.every == 0 or last):
-            evaluate(state, done)
+            evaluate(_averaged(config, state), done)
         if done % config.run.save_every == 0 or last:
             checkpoint.save(saver, state)
         if last or (config.run.report_every and done % config.run.report_every == 0):
@@ -156,7 +159,18 @@ def _run(config: Config, credit_method: Callable | None, extra_rewards: dict[str
 
     bar.close()
     saver.close()
+    if config.evaluation.final_prompts and int(state.step) == config.run.steps:
+        print("comparing with the base model on more prompts", flush=True)
+        evaluate(None, 0, final=True)
+        evaluate(_averaged(config, state), config.run.steps, final=True)
+    if pair := report.compared(workdir):
+        print(report.summary(*pair))
     return report.write(workdir)
+
+
+def _averaged(config: Config, state: states.TrainState):
+    """The weights that evaluation uses."""
+    return state.ema if config.optimizer.ema_decay > 0.0 else state.trained
 
 
 # ---------------------------------------------------------------------------------------------------------------- one step
@@ -267,39 +281,43 @@ def _image_statistics(latents: jax.Array) -> dict[str, float]:
 
 
 def _make_evaluation(config: Config, policy: Policy, decode, scorers: dict[str, Reward], prompts: PromptSet):
-    """(state, steps done) -> None: ODE samples of fixed held-out prompts at fixed noise, with the EMA, into the work folder."""
-    e = config.evaluation
-    count = len(prompts.texts) if e.prompts == 0 else min(e.prompts, len(prompts.texts))
-    members = [i for i in range(count) for _ in range(e.images_per_prompt)]
-    generate = phases.make_generate(config, policy, policies.sigmas(config, policy, e.num_steps))
-    per_call = config.sampling.chunk or len(members)
-    folder = config.run.workdir / "samples"
+    """Returns evaluate(trained, done): ODE samples of fixed held-out prompts at fixed noise, scored, into the work folder.
 
-    def evaluate(state: states.TrainState, done: int) -> None:
-        trained = state.ema if config.optimizer.ema_decay > 0.0 else state.trained
+    `trained` None is the base model. With `final` it is the larger comparison at the end, on noise of its own.
+    """
+    e, folder = config.evaluation, config.run.workdir / "samples"
+    generate = phases.make_generate(config, policy, policies.sigmas(config, policy, e.num_steps))
+    weights = reward_weights(config)
+
+    def evaluate(trained, done: int, final: bool = False) -> None:
+        wanted, each = (e.final_prompts, e.final_images_per_prompt) if final else (e.prompts, e.images_per_prompt)
+        count = min(wanted or len(prompts.texts), len(prompts.texts))
+        members = [i for i in range(count) for _ in range(each)]
+        per_call = config.sampling.chunk or len(members)
         uncond = policy.encode([""]) if config.sampling.guidance_scale != 1.0 else None
         ids = np.arange(-(-len(members) // per_call) * per_call)
         rows = np.minimum(ids, len(members) - 1)  # the last call is filled up, and cut below
         cond = policy.encode([prompts.texts[members[i]] for i in rows])
-        clean = generate(policy.params, trained if done else None, cond, uncond, jnp.asarray(ids))[: len(members)]
+        clean = generate(policy.params, trained, cond, uncond, jnp.asarray(ids), jnp.int32(final))[: len(members)]
         scored = _score(policy, decode, scorers, prompts, members, clean[None])
-        images, _ = decode(policy.params, clean)
-        folder.mkdir(exist_ok=True)
-        shown = np.arange(min(SHOWN, count)) * e.images_per_prompt
-        Image.fromarray(np.concatenate(list(np.asarray(images)[shown]), axis=1)).save(folder / f"{done:06d}.png")
-        (folder / "prompts.json").write_text(json.dumps([prompts.texts[members[i]] for i in shown]))
-        weights = reward_weights(config)
         total = rewards.weighted_sum({n: scored[n] for n in weights}, weights)
         record = {
             "step": done - 1,
             "done": done,
             "prompt": members,
+            "kind": [prompts.metadata[i].get("tag") for i in members],
             "total": np.where(total.valid, total.value, np.nan),
             "rewards": {n: np.where(s.valid, s.value, np.nan) for n, s in scored.items()},
         }
-        path = config.run.workdir / "evaluation.jsonl"
+        path = config.run.workdir / ("final.jsonl" if final else "evaluation.jsonl")
         metrics.rewind(path, record["step"])
         metrics.append(path, record)
+        if not final:
+            images, _ = decode(policy.params, clean)
+            folder.mkdir(exist_ok=True)
+            shown = np.arange(min(SHOWN, count)) * each
+            Image.fromarray(np.concatenate(list(np.asarray(images)[shown]), axis=1)).save(folder / f"{done:06d}.png")
+            (folder / "prompts.json").write_text(json.dumps([prompts.texts[members[i]] for i in shown]))
 
     return evaluate
 

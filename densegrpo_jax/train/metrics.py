@@ -108,14 +108,16 @@ def bars(values: Any, low: float = 0.0, high: float = 1.0) -> str:
     return "".join("·" if s is None else blocks[round(min(max(s, 0.0), 1.0) * 8)] for s in scale)
 
 
-def line(record: dict, total: int) -> str:
-    """One training step for the terminal."""
+def line(record: dict, total: int, left: float | None = None) -> str:
+    """One training step for the terminal; `left` is an estimate of the seconds to the end, where nothing else shows it."""
     parts = [f"step {record['step'] + 1:>{len(str(total))}}/{total}", f"reward {record['reward']:.4f}"]
     if "gains" in record:
         parts.append(f"gains + {bars(record['gains']['positive'])}")
     parts += [f"clip {record['clip']:.1%}", f"{record['images_per_second']:.0f} images/s"]
     if record.get("masked"):
         parts.append(f"{record['masked']} scores failed")
+    if left is not None:
+        parts.append(f"{left / 60:.1f} min left")
     return "   ".join(parts)
 
 

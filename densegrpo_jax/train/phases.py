@@ -161,12 +161,15 @@ def make_decode(config: Config, policy: Policy) -> Callable:
 
 
 def make_generate(config: Config, policy: Policy, sigmas: np.ndarray) -> Callable:
-    """(params, trained, cond [N, ...], uncond, ids [N]) -> clean latents [N, ...] by the Euler ODE from fixed noise."""
+    """(params, trained, cond [N, ...], uncond, ids [N], draw) -> clean latents [N, ...] by the Euler ODE from fixed noise.
+
+    Other numbers `draw` stand for other noise.
+    """
     ode = flow.plan(sigmas)
 
     @jax.jit
-    def generate(params, trained, cond, uncond, ids):
-        x = flow.initial_noise(jax.random.key(EVALUATION_SEED), 0, ids, policy.shape)
+    def generate(params, trained, cond, uncond, ids, draw):
+        x = flow.initial_noise(jax.random.key(EVALUATION_SEED), draw, ids, policy.shape)
         velocity = policy.velocity(params, trained, uncond)
         run = lambda x, cond: (flow.integrate(partial(_with_cond, velocity, cond), x, ode),)  # noqa: E731
         return in_chunks(run, config.sampling.chunk, (0, 0), (0,))(x, cond)[0]

@@ -42,6 +42,8 @@ def write(workdir: Path) -> Path:
     steps, evaluations = metrics.read(workdir / "metrics.jsonl"), metrics.read(workdir / "evaluation.jsonl")
     config, manifest = (json.loads((workdir / name).read_text()) for name in ("config.json", "manifest.json"))
     parts = [_head(steps, evaluations, config, manifest)]
+    if pair := compared(workdir):
+        parts += [_section("Against the base model, held-out", _comparison(*pair))]
     if evaluations:
         parts += [_section("Before and after", _pictures(workdir, evaluations))]
     if steps:
@@ -73,6 +75,29 @@ def paired_difference(before: dict, after: dict, name: str | None = None) -> tup
     return float(difference[good].mean()), float(np.sqrt(factor * (sums**2).sum()) / good.sum())
 
 
+def compared(workdir: Path) -> tuple[dict, dict] | None:
+    """The base model and the newest weights on the same prompts and noise: the large comparison if there is one, else the latest
+    evaluation; None while there are not two."""
+    for name in ("final.jsonl", "evaluation.jsonl"):
+        records = metrics.read(workdir / name)
+        if len(records) > 1:
+            return records[0], records[-1]
+    return None
+
+
+def summary(before: dict, after: dict) -> str:
+    """Lines for the terminal: each reward of the base model and after training, and the difference with its standard error."""
+    lines = [f"held-out, {len(after['prompt'])} images of {len(set(after['prompt']))} prompts, against the base on the same noise:"]
+    for name in after["rewards"]:
+        mean, error = paired_difference(before, after, name)
+        lines.append(f"  {name:<24} {_mean(before, name):.4f} -> {_mean(after, name):.4f}   {mean:+.4f} (standard error {error:.4f})")
+    return "\n".join(lines)
+
+
+def _mean(record: dict, name: str, chosen: np.ndarray | slice = slice(None)) -> float:
+    return float(np.nanmean(np.array(record["rewards"][name], float)[chosen]))
+
+
 # --- sections ----------------------------------------------------------------------------------------------------------
 
 
@@ -88,6 +113,28 @@ def _head(steps, evaluations, config, manifest) -> str:
     shown = "".join(f"<div class=card><b>{value}</b><span>{html.escape(name)}</span></div>" for value, name in cards)
     method = html.escape(f"{config['credit']['method']} on {manifest['model']}, rewards {', '.join(config['rewards'])}")
     return f"<h1>DenseGRPO run</h1><p class=note>{method}</p><div class=cards>{shown}</div>"
+
+
+def _comparison(before, after) -> str:
+    """Tables: each reward, and each kind of prompt where the prompts have kinds."""
+    rows = ["<tr><th>reward</th><th>base</th><th>now</th><th>difference</th><th>standard errors</th></tr>"]
+    for name in after["rewards"]:
+        mean, error = paired_difference(before, after, name)
+        cells = [html.escape(name), f"{_mean(before, name):.4f}", f"{_mean(after, name):.4f}", f"{mean:+.4f} ± {error:.4f}"]
+        cells.append(f"{mean / error:+.1f}" if error > 0 else "")
+        rows.append("<tr>" + "".join(f"<td>{cell}</td>" for cell in cells) + "</tr>")
+    note = f"{len(after['prompt'])} images of {len(set(after['prompt']))} prompts; ± is one standard error, clustered by prompt."
+    text = f"<table>{''.join(rows)}</table><p class=note>{note}</p>"
+    kinds = [kind for kind in dict.fromkeys(after.get("kind", [])) if kind]
+    if not kinds:
+        return text
+    of = np.array(after["kind"])
+    rows = ["<tr><th>kind</th><th>images</th>" + "".join(f"<th>{html.escape(name)}</th>" for name in after["rewards"]) + "</tr>"]
+    for kind in kinds:
+        cells = [html.escape(kind), str((of == kind).sum())]
+        cells += [f"{_mean(before, n, of == kind):.3f} → {_mean(after, n, of == kind):.3f}" for n in after["rewards"]]
+        rows.append("<tr>" + "".join(f"<td>{cell}</td>" for cell in cells) + "</tr>")
+    return text + f"<table>{''.join(rows)}</table>"
 
 
 def _pictures(workdir: Path, evaluations) -> str:
