@@ -19,6 +19,8 @@ EXTRAS = {
     "cuda13": ["jax[cuda13]"],
     "ocr": OCR,
     "wandb": ["wandb"],
+    "datasets": ["datasets>=3"],
+    "server": ["torch>=2.4"],  # detectors of the GenEval reward server; training never imports it
     "test": [
         *OCR,
         "pytest>=8",

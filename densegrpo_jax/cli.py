@@ -108,7 +108,15 @@ def _export(argv: list[str]) -> int:
     return 0
 
 
-COMMANDS = {"train": _train, "sample": _sample, "export": _export}
+def _prompts(argv: list[str]) -> int:
+    """prompts geneval|ocr|check ...               make prompt files for training and testing, or say what is in some"""
+    from densegrpo_jax.prompts import command
+
+    command.main(tyro.cli(command.Command, args=argv, prog="densegrpo prompts"))
+    return 0
+
+
+COMMANDS = {"train": _train, "sample": _sample, "export": _export, "prompts": _prompts}
 
 
 def _overview() -> str:
