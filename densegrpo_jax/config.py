@@ -111,6 +111,20 @@ class Credit:
     """Bound on the advantage."""
     gamma: float = 0.0
     """dense_grpo: discount of the gains still to come; 0 is the paper, 1 the sparse return with a state baseline."""
+    reward_normalization: Literal["none", "group"] = "none"
+    """"group": each reward is centred and scaled within the group before it is weighted, so that its units do not matter."""
+
+
+@dataclass(frozen=True)
+class RewardServer:
+    timeout: float = 120.0
+    """Seconds for one try of a batch; in all a batch takes at most attempts x timeout, with waits and further tries."""
+    attempts: int = 3
+    """Tries of a batch before it has failed."""
+    batch: int = 32
+    """Images in one request."""
+    on_failure: Literal["fail", "mask"] = "fail"
+    """What still fails stops the run, or is masked and counted. No answer at all for ten minutes stops the run in any case."""
 
 
 @dataclass(frozen=True)
@@ -201,7 +215,8 @@ class Config:
     model: Model = field(default_factory=Model)
     prompts: Prompts = field(default_factory=Prompts)
     rewards: tuple[str, ...] = ("toy_spot",)
-    """Rewards that are summed: NAME, or NAME=WEIGHT."""
+    """Rewards that are summed: NAME, or NAME=WEIGHT. On a server: NAME@http://HOST:PORT, several after a comma."""
+    reward_server: RewardServer = field(default_factory=RewardServer)
     sampling: Sampling = field(default_factory=Sampling)
     exploration: Exploration = field(default_factory=Exploration)
     completion: Completion = field(default_factory=Completion)
@@ -256,6 +271,8 @@ def check(config: Config, trained_steps: int, devices: int = 1) -> None:
         ("sampling.num_steps", config.sampling.num_steps, 1),
         ("optimizer.updates", config.optimizer.updates, 1),
         ("optimizer.micro_batch", config.optimizer.micro_batch, 1),
+        ("reward_server.attempts", config.reward_server.attempts, 1),
+        ("reward_server.batch", config.reward_server.batch, 1),
         ("run.steps", config.run.steps, 1),
         ("run.save_every", config.run.save_every, 1),
         ("run.keep", config.run.keep, 1),
@@ -270,6 +287,8 @@ def check(config: Config, trained_steps: int, devices: int = 1) -> None:
     reward_weights(config)
     if config.optimizer.learning_rate <= 0.0:
         raise ValueError(f"optimizer.learning_rate = {config.optimizer.learning_rate}: must be positive")
+    if config.reward_server.timeout <= 0.0:
+        raise ValueError(f"reward_server.timeout = {config.reward_server.timeout}: must be positive, in seconds")
     if config.objective.clip_range <= 0.0:
         raise ValueError(f"objective.clip_range = {config.objective.clip_range}: must be positive")
     if config.exploration.sampler not in SAMPLERS:

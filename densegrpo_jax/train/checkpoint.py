@@ -1,6 +1,7 @@
 """Checkpoints by orbax: what is trained, optimiser, EMA and counters, with the config beside them."""
 
 import json
+import re
 from pathlib import Path
 from typing import Literal
 
@@ -12,7 +13,7 @@ from densegrpo_jax.config import Config
 from densegrpo_jax.models.adapter import Adapter
 from densegrpo_jax.train.state import TrainState
 
-FREE_TO_CHANGE = ("run", "evaluation")  # sections of the config that a continued run may change
+FREE_TO_CHANGE = ("run", "evaluation", "reward_server")  # sections of the config that a continued run may change
 
 
 def manager(config: Config) -> ocp.CheckpointManager:
@@ -58,11 +59,12 @@ def settle_config(config: Config) -> None:
 
 
 def _fixed_fields(values: dict) -> dict:
-    """What identifies a run: every field outside the free sections, and the seed."""
+    """What identifies a run: every field outside the free sections, and the seed. Reward servers may move."""
     flat = {"run.seed": values["run"]["seed"]}
     for section, fields in values.items():
         if section not in FREE_TO_CHANGE:
             flat |= {f"{section}.{name}": v for name, v in fields.items()} if isinstance(fields, dict) else {section: fields}
+    flat["rewards"] = [re.sub("@[^=]*", "@", entry) for entry in values["rewards"]]
     return flat
 
 
