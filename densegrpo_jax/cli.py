@@ -116,7 +116,14 @@ def _prompts(argv: list[str]) -> int:
     return 0
 
 
-COMMANDS = {"train": _train, "sample": _sample, "export": _export, "prompts": _prompts}
+def _serve_rewards(argv: list[str]) -> int:
+    """serve-rewards --reward NAME ...             offer a reward over HTTP to trainers here or on other machines"""
+    from densegrpo_jax.rewards import server
+
+    return server.serve(tyro.cli(server.Server, args=argv, prog="densegrpo serve-rewards"))
+
+
+COMMANDS = {"train": _train, "sample": _sample, "export": _export, "prompts": _prompts, "serve-rewards": _serve_rewards}
 
 
 def _overview() -> str:

@@ -4,16 +4,23 @@ from collections.abc import Callable
 from importlib import import_module
 from typing import Any
 
-from densegrpo_jax.rewards.base import Reward, Scores, score, weighted_sum
+from densegrpo_jax.rewards.base import Reward, Scores, normalized_in_groups, score, score_parts, weighted_sum
 
-__all__ = ["MODELS", "NAMES", "Reward", "Scores", "load", "score", "weighted_sum"]
+__all__ = ["MODELS", "NAMES", "Reward", "Scores", "load", "normalized_in_groups", "score", "score_parts", "weighted_sum"]
 
 MODELS = {
     "pickscore": "yuvalkirstain/PickScore_v1",
     "pickscore_26": "yuvalkirstain/PickScore_v1",
     "clipscore": "openai/clip-vit-large-patch14",
+    "hpsv2": None,
+    "aesthetic": None,
+    "imagereward": None,
 }
-"""The CLIP rewards with their Hugging Face ids; another model is named after a colon: "pickscore:path/to/folder"."""
+"""The scorers with weights and their Hugging Face ids; another model is named after a colon: "pickscore:path/to/folder". None: the public
+weights are not safetensors; `tools/convert_scorer.py` makes a folder of them, to be named so."""
+
+JUDGES = ("unifiedreward", "deqa", "qwenvl")
+"""Vision-language models behind an OpenAI-compatible endpoint: "qwenvl@http://host:8000/v1", "qwenvl:MODEL@..."; see `rewards.vlm`."""
 
 
 def _toy_spot() -> Reward:
@@ -26,23 +33,40 @@ def _lazy(module: str, function: str, *args: Any) -> Callable[[], Reward]:
     return lambda: getattr(import_module(f"densegrpo_jax.rewards.{module}"), function)(*args)
 
 
+def _scorer(kind: str, model: str | None) -> Callable[[], Reward]:
+    def unnamed() -> Reward:
+        raise ValueError(f"reward {kind!r}: give its folder, {kind}:FOLDER, which tools/convert_scorer.py makes (docs/rewards.md, Scorers)")
+
+    if not model:
+        return unnamed
+    return _lazy(kind, "load", model) if kind in ("aesthetic", "imagereward") else _lazy("clip", "load", model, kind)
+
+
 NAMES: dict[str, Callable[[], Reward]] = {
     "toy_spot": _toy_spot,
     **{f"scenes_compose_{mode}": _lazy("scenes", "compose", mode) for mode in ("strict", "partial", "soft")},
     "scenes_preference": _lazy("scenes", "preference"),
     "words": _lazy("ocr", "load", False),
     "ocr": _lazy("ocr", "load", True),
-    **{kind: _lazy("clip", "load", model, kind) for kind, model in MODELS.items()},
+    **{kind: _scorer(kind, model) for kind, model in MODELS.items()},
 }
 """Name -> a function that loads the reward."""
 
 
-def load(name: str) -> Reward:
-    """The reward of that name; for those of `MODELS` also "name:folder" or "name:Hugging Face id".
+def load(name: str, server: Any = None) -> Reward:
+    """The reward of that name; for those of `MODELS` also "name:folder" or "name:Hugging Face id"; on a server "name@http://host:port".
+
+    Args:
+      name: of the reward.
+      server: a `config.RewardServer`, for rewards on servers; its defaults where it is None.
 
     Raises:
       ValueError: an unknown name, with the known ones; a model for a reward that takes none; or what loading the reward raises.
     """
+    if "@http" in name:
+        judge = name.partition("@")[0].partition(":")[0] in JUDGES
+        module = import_module(f"densegrpo_jax.rewards.{'vlm' if judge else 'http'}")
+        return module.load(name, *([] if server is None else [server]))
     kind, colon, model = name.partition(":")
     if kind not in NAMES:
         raise ValueError(f"unknown reward {kind!r}; known: {', '.join(sorted(NAMES))}")
@@ -50,4 +74,4 @@ def load(name: str) -> Reward:
         return NAMES[kind]()
     if kind not in MODELS or not model:
         raise ValueError(f"reward {name!r}: a model is named after the colon, for {', '.join(MODELS)} only")
-    return _lazy("clip", "load", model, kind)()
+    return _scorer(kind, model)()

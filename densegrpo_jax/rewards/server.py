@@ -15,7 +15,6 @@ import ipaddress
 import json
 import logging
 import math
-import os
 import signal
 import socket
 import threading
@@ -27,14 +26,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import tyro
 
 from densegrpo_jax import rewards
 from densegrpo_jax.rewards import known, wire
 from densegrpo_jax.rewards.base import Reward, score
 
-TOKEN = "DENSEGRPO_REWARD_TOKEN"
-MIN_TOKEN = 16  # characters
 IDLE_SECONDS = 30.0  # a connection that sends nothing for so long is closed
 UPLOAD_SECONDS = 60.0  # within which a request must have arrived
 DRAIN_SECONDS = 2.0  # for which a refused request is still read, so that its sender sees the answer instead of a reset
@@ -76,10 +72,10 @@ def serve(server: Server) -> int:
     for option in ("queue", "max_images", "max_megabytes"):
         if getattr(server, option) < 1:
             raise ValueError(f"{option} = {getattr(server, option)}: must be at least 1")
-    secret = token()
+    secret = wire.token()
     if secret is None and not is_loopback(server.host):
         raise ValueError(
-            f"host = {server.host}: other machines can reach it, so a token is required; set {TOKEN} here and for the trainer, "
+            f"host = {server.host}: other machines can reach it, so a token is required; set {wire.TOKEN} here and for the trainer, "
             'such as: export DENSEGRPO_REWARD_TOKEN="$(openssl rand -hex 24)"'
         )
     load, name = _loader(server.reward)
@@ -103,20 +99,6 @@ def serve(server: Server) -> int:
         left = service.stop(server.grace)
         print(f"stopped{f', {left} requests unfinished' if left else ''}; {service.summary()}", flush=True)
         return 1 if left else 0
-
-
-def token() -> str | None:
-    """The secret that servers and clients share, from the environment; None where it is not set.
-
-    Raises:
-      ValueError: one that is too short or cannot stand in an HTTP header; it is not shown.
-    """
-    secret = os.environ.get(TOKEN, "").strip()
-    if not secret:
-        return None
-    if len(secret) < MIN_TOKEN or not all("!" <= char <= "~" for char in secret):
-        raise ValueError(f"{TOKEN} must have at least {MIN_TOKEN} characters, printable ASCII without blanks")
-    return secret
 
 
 def is_loopback(host: str) -> bool:
@@ -402,7 +384,7 @@ class _Handler(BaseHTTPRequestHandler):
         secret, given = self.server.secret, self.headers.get("Authorization", "").encode("latin-1", "replace")
         if secret is None or hmac.compare_digest(given, secret):
             return True
-        self._refuse(401, f"wrong or missing token; set {TOKEN} to that of the server", {"WWW-Authenticate": "Bearer"})
+        self._refuse(401, f"wrong or missing token; set {wire.TOKEN} to that of the server", {"WWW-Authenticate": "Bearer"})
         return False
 
     def _refuse(self, code: int, error: str, headers: dict[str, str] | None = None) -> None:
@@ -437,8 +419,3 @@ class _Handler(BaseHTTPRequestHandler):
             self.send_header("Connection", "close")
         self.end_headers()
         self.wfile.write(data)
-
-
-def main(argv: list[str]) -> int:
-    """The command."""
-    return serve(tyro.cli(Server, args=argv, prog="densegrpo serve-rewards"))

@@ -13,6 +13,7 @@ An answer is JSON: {"reward": "geneval", "scores": [0.5, null], "seconds": 0.3},
 import io
 import json
 import math
+import os
 import zipfile
 from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple
@@ -22,6 +23,7 @@ from PIL import Image
 
 VERSION = 1
 CONTENT_TYPE = "application/vnd.densegrpo.score"  # not one that a web page may send to another site unasked
+TOKEN, MIN_TOKEN = "DENSEGRPO_REWARD_TOKEN", 16  # environment variable of the shared secret; its least length
 REPLY_LIMIT = 16 * 2**20  # bytes of an answer
 
 
@@ -42,6 +44,20 @@ class Request(NamedTuple):
     prompts: list[str]
     metadata: list[dict]
     timeout: float
+
+
+def token() -> str | None:
+    """The secret that servers and clients share, from the environment; None where it is not set.
+
+    Raises:
+      ValueError: one that is too short or cannot stand in an HTTP header; it is not shown.
+    """
+    secret = os.environ.get(TOKEN, "").strip()
+    if not secret:
+        return None
+    if len(secret) < MIN_TOKEN or not all("!" <= char <= "~" for char in secret):
+        raise ValueError(f"{TOKEN} must have at least {MIN_TOKEN} characters, printable ASCII without blanks")
+    return secret
 
 
 def encode(
