@@ -9,13 +9,14 @@ import json
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import tyro
 from tqdm import tqdm
 
 from densegrpo_jax import __version__, flow, rewards
@@ -63,6 +64,20 @@ class Calibration:
     """Lower bound, as a multiplier."""
     high: float = 1.2
     """Upper bound, as a multiplier."""
+
+
+@dataclass(frozen=True)
+class Figure:
+    levels: tuple[float, ...] = (0.5, 0.7, 0.8)
+    """Fixed noise levels a to compare the calibrated ones with."""
+    prompts: int = 96
+    """Prompts of the figure. Signs at late steps belong to the prompt, so many are needed."""
+    members: int = 4
+    """Trajectories of each."""
+    accuracy_prompts: int = 4
+    """Prompts on which completions are compared with each other and with a reference of 40 steps; 0 leaves that out."""
+    accuracy_members: int = 24
+    """Trajectories of each."""
 
 
 def check(config: Config, options: Calibration) -> None:
@@ -216,8 +231,8 @@ def calibrate(config: Config, options: Calibration, *, extra_rewards: dict[str, 
     chance = calibration.chance_balanced(rule(options), count)
     if chance < 0.5:
         print(
-            f"warning: with {count} trajectories the rule calls a symmetric level balanced with probability {chance:.2f} only, so that levels "
-            "fall to their bound however balanced: use --calibration.trajectories 3, 5 or 7, or --calibration.mode scaled"
+            f"warning: with {count} trajectories the rule calls a symmetric level balanced with probability {chance:.2f} only; levels "
+            "then fall to their bound however balanced: use --calibration.trajectories 3, 5 or 7, or --calibration.mode scaled"
         )
     folder = config.run.workdir / "calibration"
     folder.mkdir(parents=True, exist_ok=True)
@@ -231,7 +246,7 @@ def calibrate(config: Config, options: Calibration, *, extra_rewards: dict[str, 
     draw = make_draw(s)
     bar = tqdm(total=options.iterations, initial=len(records), disable=not metrics.is_terminal(), unit="iteration", dynamic_ncols=True)
     while True:
-        values = np.array([record["value"] for record in records]).reshape(len(records), -1)
+        values = np.array([record["value"] for record in records]).reshape(len(records), len(scale))
         resting = calibration.settled(values, options.average, options.eps2, options.rest)
         if resting or len(records) >= options.iterations:
             break
@@ -307,7 +322,7 @@ def _result(
     used = records[-options.average :]
     value = np.mean([record["value"] for record in used], axis=0) if used else start
     moving = s.tables.trained
-    multiplier = value / unit
+    multiplier = np.round(np.where(moving, value, start) / unit, 10)
     ends = np.array([record["value"] for record in used] or [start]) / unit  # [iterations, T]
     shares = {name: np.sum([record[name] for record in used], axis=0) if used else np.zeros(len(scale)) for name in Signs._fields}
     total = np.maximum(sum(shares.values()), 1)
@@ -325,10 +340,7 @@ def _result(
             "came_to_rest": resting,
             "chance_balanced": calibration.chance_balanced(rule(options), number(s.config, options)),
             "shares": {name: part / total for name, part in shares.items()},
-            "trace": {
-                name: [record[key] for record in records]
-                for name, key in (("value", "value"), ("positive", "positive"), ("negative", "negative"), ("zero", "zero"))
-            },
+            "trace": {name: [record[name] for record in records] for name in ("value", *Signs._fields)},
             "reward_by_level": [record["reward"] for record in records],
         }
     )
@@ -347,3 +359,30 @@ def _line(record: dict, options: Calibration, seconds: float, unit: np.ndarray) 
     if record["failed"]:
         parts.append(f"{record['failed']} gains failed")
     return "   ".join(parts)
+
+
+# --- the command -----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Command:
+    """Find the noise level of each denoising step before training, by DenseGRPO's Algorithm 1."""
+
+    config: Annotated[Config, tyro.conf.arg(name="")]
+    calibration: Calibration = field(default_factory=Calibration)
+    report: bool = False
+    """Draw balance, spread and noise of the gains for fixed and calibrated noise levels, and how well completions tell the reward."""
+    figure: Figure = field(default_factory=Figure)
+
+
+def main(command: Command) -> None:
+    """Calibrates, and reports if asked to."""
+    path = calibrate(command.config, command.calibration)
+    found = psi.read(path)
+    for i, (b, value, moved) in enumerate(zip(found.multiplier, found.psi, found.calibrated)):
+        print(f"step {i}   multiplier {b:.3f}   psi {value:.3f}" + ("" if moved else "   not calibrated"))
+    print(f"psi: {path}; train with --exploration.psi {path}")
+    if command.report:
+        from densegrpo_jax.train import calibration_report
+
+        print(f"report: {calibration_report.write(setting(command.config), path.parent, command.figure)}")
