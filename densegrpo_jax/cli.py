@@ -71,6 +71,18 @@ def _train(argv: list[str]) -> int:
     return 0
 
 
+def _calibrate(argv: list[str]) -> int:
+    """calibrate CONFIG [--report] [...]          find the noise level of each step before training: psi.json"""
+    from densegrpo_jax import calibrate
+
+    if not argv or argv[0] in ("-h", "--help"):
+        print(f"densegrpo {_calibrate.__doc__}\n\nconfigs:\n{_list_configs()}\n\n`densegrpo calibrate CONFIG --help` explains every field.")
+        return 0
+    default = calibrate.Command(load_config(argv[0]))
+    calibrate.main(tyro.cli(calibrate.Command, default=default, args=argv[1:], prog=f"densegrpo calibrate {argv[0]}"))
+    return 0
+
+
 def _sample(argv: list[str]) -> int:
     """sample FOLDER --prompt TEXT ...             draw images with a model folder, with or without an adapter"""
     from densegrpo_jax import sample
@@ -123,7 +135,7 @@ def _serve_rewards(argv: list[str]) -> int:
     return server.serve(tyro.cli(server.Server, args=argv, prog="densegrpo serve-rewards"))
 
 
-COMMANDS = {"train": _train, "sample": _sample, "export": _export, "prompts": _prompts, "serve-rewards": _serve_rewards}
+COMMANDS = {"train": _train, "calibrate": _calibrate, "sample": _sample, "export": _export, "prompts": _prompts, "serve-rewards": _serve_rewards}
 
 
 def _overview() -> str:

@@ -27,7 +27,7 @@ from densegrpo_jax.objective import guard_weights, step_metrics, tempflow_weight
 from densegrpo_jax.policy import Policy
 from densegrpo_jax.prompts import PromptSet
 from densegrpo_jax.rewards import Reward, Scores
-from densegrpo_jax.train import checkpoint, metrics, phases, report
+from densegrpo_jax.train import checkpoint, metrics, phases, psi, report
 from densegrpo_jax.train import state as states
 
 SHOWN = 12  # held-out prompts whose first image is kept at each evaluation, for the report
@@ -67,11 +67,13 @@ def _run(config: Config, credit_method: Callable | None, extra_rewards: dict[str
     workdir = config.run.workdir
     workdir.mkdir(parents=True, exist_ok=True)
     checkpoint.settle_config(config)
+    config = psi.adopt(config)
     saver = checkpoint.manager(config)
     state = checkpoint.restore(saver, states.init(config, policy.start()))
     start = int(state.step)
     log = workdir / "metrics.jsonl"
-    metrics.rewind(log, start)
+    kept = metrics.rewind(log, start)
+    quiet = kept[-1].get("gains", {}).get("quiet") if kept else None
     boards = metrics.boards(workdir, config.run.wandb)
     _write_manifest(config, policy, tables)
 
@@ -134,6 +136,8 @@ def _run(config: Config, credit_method: Callable | None, extra_rewards: dict[str
         # what happened
         record = _record(config, step, tables, total, scored, levels, result, groups, updates, order, time.perf_counter() - began)
         record["images"] = _image_statistics(clean[-1])
+        if "gains" in record:
+            quiet = record["gains"]["quiet"] = metrics.quiet(quiet, record["gains"], tables.trained)
         metrics.append(log, record)
         for write in boards:
             write(record)

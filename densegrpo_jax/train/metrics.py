@@ -11,6 +11,8 @@ from typing import Any
 
 import numpy as np
 
+MANY = 20  # training steps without a positive, or a negative, gain at a denoising step, after which the terminal warns
+
 
 def plain(value: Any) -> Any:
     """Numbers and arrays as JSON values; what is not finite becomes null."""
@@ -108,12 +110,35 @@ def bars(values: Any, low: float = 0.0, high: float = 1.0) -> str:
     return "".join("·" if s is None else blocks[round(min(max(s, 0.0), 1.0) * 8)] for s in scale)
 
 
+def quiet(before: dict | None, gains: dict, trained: np.ndarray) -> dict[str, np.ndarray]:
+    """For how many training steps in a row each denoising step has had no positive, and no negative gain.
+
+    Args:
+      before: what this returned at the training step before; None at the first.
+      gains: "positive", "negative" and "count" of `credit.gain_balance`, [T].
+      trained: [T] bool; where a step is not trained now, or no gain is there, the number stays.
+
+    Returns:
+      "positive" and "negative", [T] integers.
+    """
+    seen = trained & (gains["count"] > 0)
+    result = {}
+    for sign in ("positive", "negative"):
+        so_far = np.zeros(len(trained), int) if before is None else np.asarray(before[sign])
+        result[sign] = np.where(seen, np.where(gains[sign] > 0, 0, so_far + 1), so_far)
+    return result
+
+
 def line(record: dict, total: int, left: float | None = None) -> str:
     """One training step for the terminal; `left` is an estimate of the seconds to the end, where nothing else shows it."""
     parts = [f"step {record['step'] + 1:>{len(str(total))}}/{total}", f"reward {record['reward']:.4f}"]
     if "gains" in record:
         parts.append(f"gains + {bars(record['gains']['positive'])}")
     parts += [f"clip {record['clip']:.1%}", f"{record['images_per_second']:.0f} images/s"]
+    for sign, count in record.get("gains", {}).get("quiet", {}).items():
+        levels = np.flatnonzero(np.asarray(count) >= MANY).tolist()
+        if levels:
+            parts.append(f"warning: no {sign} gain for {MANY} steps or more at denoising steps {levels}; see docs/calibration.md")
     if record.get("masked"):
         parts.append(f"{record['masked']} scores failed")
     if left is not None:
