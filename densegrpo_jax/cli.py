@@ -135,7 +135,14 @@ def _serve_rewards(argv: list[str]) -> int:
     return server.serve(tyro.cli(server.Server, args=argv, prog="densegrpo serve-rewards"))
 
 
-COMMANDS = {"train": _train, "calibrate": _calibrate, "sample": _sample, "export": _export, "prompts": _prompts, "serve-rewards": _serve_rewards}
+COMMANDS = {
+    "train": _train,
+    "calibrate": _calibrate,
+    "sample": _sample,
+    "export": _export,
+    "prompts": _prompts,
+    "serve-rewards": _serve_rewards,
+}
 
 
 def _overview() -> str:
