@@ -41,7 +41,7 @@ def stepwise(config: Config) -> Config:
         config,
         credit={"method": "stepwise", "over": "joint"},
         prompts={"shared_start": True},
-        exploration={"sampler": "ddim_sde", "noise_level": 0.7},
+        exploration={"sampler": "ddim_sde", "noise_level": 0.7, "psi": None},
         completion={"steps": "respaced 5", "solver": "euler", "tail": "keep"},
     )
 
@@ -79,12 +79,12 @@ def n3(config: Config) -> Config:
 
 def cps(config: Config) -> Config:
     """coefficients-preserving sampling, noise .8 (arXiv 2509.05952)"""
-    return change(config, exploration={"sampler": "cps", "noise_level": 0.8})
+    return change(config, exploration={"sampler": "cps", "noise_level": 0.8, "psi": None})
 
 
 def dance(config: Config) -> Config:
     """DanceGRPO's sampler, constant noise .3, one start noise a group (arXiv 2505.07818)"""
-    return change(config, exploration={"sampler": "dance_sde", "noise_level": 0.3}, prompts={"shared_start": True})
+    return change(config, exploration={"sampler": "dance_sde", "noise_level": 0.3, "psi": None}, prompts={"shared_start": True})
 
 
 def mix(config: Config) -> Config:

@@ -277,6 +277,7 @@ class CLIPVision(nn.Module):
         norm = partial(LayerNorm, eps=cfg.layer_norm_eps, dtype=self.dtype)
         x = norm(name="pre_layernorm")(x + positions.astype(self.dtype)[None])
         x, _ = _layers(cfg, self.dtype, self.remat, self.scan_unroll, self.lora_scale, x, None)
+        self.sow("intermediates", "tokens", x)  # for who asks: apply(..., mutable=["intermediates"])
         return _projection(cfg, self.dtype, "visual_projection")(norm(name="post_layernorm")(x[:, 0]))
 
 

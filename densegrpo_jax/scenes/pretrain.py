@@ -111,7 +111,8 @@ def main(settings: Settings) -> None:
         scorer.train_scorer(run, settings.scorer_steps, flow_params, vae_params, vae_config)
     if "export" in settings.stages:
         export.write_sd3(settings.out / "tiny_sd3", flow_params, vae_params, vae_config)
-        export.write_scorer(settings.out / "preference_clip", load_leaves(run.workdir / "scorer_best.safetensors", scorer.init(run.seed)))
+        scorer_params = load_leaves(run.workdir / "scorer_best.safetensors", scorer.init(run.seed))
+        export.write_scorer(settings.out / "preference_clip", scorer_params["clip"])
     if "report" in settings.stages:
         print(json.dumps(report(settings.out, run), indent=2))
 

@@ -73,10 +73,10 @@ ODE_STEPS = 40
 # ---- stage 1: the autoencoder
 
 
-def draw_pool(seed, count: int, split: str = "train") -> tuple[np.ndarray, list[dict]]:
-    """Returns `count` drawn scenes, uint8 [count, 32, 32, 3], and their requests."""
+def draw_pool(seed, count: int, split: str = "train") -> tuple[list[world.Scene], np.ndarray, list[dict]]:
+    """Returns `count` scenes, their pictures uint8 [count, 32, 32, 3], and their requests."""
     scenes = [world.sample_scene((*seed, n), split, any_letters=split == "train") for n in range(count)]
-    return world.draw_batch(scenes), [world.metadata(scene, (*seed, n, 1)) for n, scene in enumerate(scenes)]
+    return scenes, world.draw_batch(scenes), [world.metadata(scene, (*seed, n, 1)) for n, scene in enumerate(scenes)]
 
 
 def to_signed(images) -> jax.Array:
@@ -111,7 +111,7 @@ def vae_loss(params, key, batch):
 
 def train_vae(run: Run, steps: int) -> Any:
     """Stage 1; measured by the judge's mean partial score of reconstructed held-out scenes."""
-    images, requests = draw_pool((run.seed, 99), 512, "heldout")
+    _, images, requests = draw_pool((run.seed, 99), 512, "heldout")
 
     @jax.jit
     def reconstruct(params, images):
@@ -124,7 +124,7 @@ def train_vae(run: Run, steps: int) -> Any:
         return {"score": scores["partial"] - float(error), "psnr": float(10 * np.log10(4 / error)), **scores}
 
     def make(number):
-        return {"images": draw_pool((run.seed, 1, number), 8192)[0]}
+        return {"images": draw_pool((run.seed, 1, number), 8192)[1]}
 
     batches = partial(pooled_batches, make, size=8192, batch=32, passes=8, seed=run.seed)
     params = vae.init(jax.random.key(run.seed), VAE)
@@ -138,7 +138,7 @@ def with_scale(scaling_factor: float, shift_factor: float) -> vae.VAEConfig:
 
 def with_measured_scale(params: Any, seed: int) -> vae.VAEConfig:
     """Returns the config with the scaling and shift that make latents of drawn scenes zero-mean and unit-variance."""
-    latents = np.asarray(jax.jit(lambda x: vae.encode(params, VAE, to_signed(x))[0])(draw_pool((seed, 98), 512)[0]))
+    latents = np.asarray(jax.jit(lambda x: vae.encode(params, VAE, to_signed(x))[0])(draw_pool((seed, 98), 512)[1]))
     return with_scale(round(1 / float(latents.std()), 4), round(float(latents.mean()), 4))
 
 
@@ -264,7 +264,7 @@ def train_flow(run: Run, steps: int, vae_params, vae_config) -> Any:
     encode = jax.jit(lambda x: vae.normalize_latents(vae_config, vae.encode(vae_params, VAE, to_signed(x))[0]))
 
     def make(number):
-        images, captions = draw_pool((run.seed, 2, number), 16384)
+        _, images, captions = draw_pool((run.seed, 2, number), 16384)
         captions = [request["prompt"] for request in captions]
         for n in np.flatnonzero(np.random.default_rng((run.seed, 3, number)).random(len(captions)) < EMPTY_CAPTION):
             captions[n] = ""

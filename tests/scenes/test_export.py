@@ -98,7 +98,7 @@ def test_transformers_gives_the_same_score(tmp_path):
     torch = pytest.importorskip("torch")
     from transformers import CLIPModel
 
-    params = bold(lambda: scorer.init(0), 2)
+    params = bold(lambda: scorer.init(0)["clip"], 2)
     export.write_scorer(tmp_path, params)
     images = world.draw_batch([world.sample_scene(n) for n in range(len(PROMPTS))])
     ours = np.asarray(clip_reward.load(tmp_path)(images, PROMPTS, [{}] * len(PROMPTS)))

@@ -73,3 +73,23 @@ def test_a_step_down_the_gradient_lowers_every_loss(tmp_path, nan_checks):
     params = jax.tree.map(lambda p, g: p - 0.05 * g / norm, params, gradient)
     (after, logs), _ = value_and_grad(params, jax.random.key(1), batch)
     assert after < before - 0.01 and all(np.isfinite(value) for value in logs.values())
+
+
+def test_truth_names_what_stands_in_each_slot():
+    items = (world.Item("ring", "red", "small", 8, 24), world.Item("cross", "black", "large", 24, 8))
+    expected = [[0, 0, 0, 0], [6, 8, 2, 0], [5, 1, 1, 0], [0, 0, 0, 0]]  # top left, top right, bottom left, bottom right
+    np.testing.assert_array_equal(scorer.truth(world.Scene("two_object", (), items)), expected)
+    letters = scorer.truth(world.Scene("word", (), word="TEA", word_color="red"))
+    np.testing.assert_array_equal(letters, [[0, 1, 0, 20], [0, 1, 0, 5], [0, 1, 0, 1], [0, 0, 0, 0]])
+
+
+def test_naming_reads_each_slot_from_its_own_patches():
+    tokens, labels = np.zeros((1, 17, 128), np.float32), np.zeros((1, 4, 4), np.int32)
+    tokens[0, 1 + 3, 0] = tokens[0, 1 + 7, 0] = 8.0  # rows 0 and 1 of the last column: a part of the top right quarter, and of column 3
+    labels[0, 1, 0], labels[0, 3, 3] = 2, 5
+    heads = {name: np.zeros(value.shape, np.float32) for name, value in scorer.init(0)["heads"].items()}
+    nothing = float(scorer.naming(heads, jnp.asarray(tokens), jnp.asarray(labels)))
+    heads["quarter"][0, 2] = heads["column"][0, 5] = 1.0  # two of four patches give 4, one of two gives 4
+    gained = nothing - float(scorer.naming(heads, jnp.asarray(tokens), jnp.asarray(labels)))
+    expected = (np.log(7 / (6 + np.e**4)) + 4 + np.log(27 / (26 + np.e**4)) + 4) / 4  # in one of four slots each
+    assert gained == pytest.approx(expected, rel=1e-5)
