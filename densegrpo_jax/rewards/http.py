@@ -109,6 +109,8 @@ def exchange(method: str, url: str, seconds: float, body: bytes | None = None, c
         raise TimeoutError(f"no whole answer within {seconds:g} s")
     if len(data) > wire.REPLY_LIMIT:
         raise ConnectionError(f"an answer of more than {wire.REPLY_LIMIT} bytes")
+    if response.length:
+        raise ConnectionError(f"the answer ends {response.length} bytes before its end")
     return Reply(response.status, data, float(after) if after.isascii() and after.isdigit() else None)
 
 
@@ -176,7 +178,9 @@ def ask(urls: Sequence[str], turn: int, ask_one: Callable[[str, float], Any], op
                 left.remove(url)
             except OSError as error:
                 failed += 1
-                reasons[url], wait = str(error), min(wait, backoff[0] * 2.0 ** (failed - 1))
+                wait = min(wait, backoff[0] * 2.0 ** (failed - 1))
+                if rest >= options.timeout or url not in reasons:  # that a cut last try was too short says nothing
+                    reasons[url] = str(error)
         rest = deadline - time.monotonic()
         if rest <= 0.0:
             break

@@ -154,11 +154,13 @@ class Service:
       name: of the reward.
       limits: of a request.
       status: "loading", "ready" or "stopping".
+      accepted: requests that are waiting or being scored.
+      counts: of what happened so far.
     """
 
     def __init__(self, name: str, limits: wire.Limits, queue: int):
         self.name, self.limits, self.status = name, limits, "loading"
-        self._queue, self._accepted, self._last_seconds = queue, 0, 1.0
+        self._queue, self.accepted, self._last_seconds = queue, 0, 1.0
         self._waiting: list[_Job] = []
         self._changed = threading.Condition()
         self.counts = {"requests": 0, "images": 0, "calls": 0, "busy": 0, "failed": 0, "expired": 0}
@@ -172,17 +174,18 @@ class Service:
         """Takes no more requests and waits for those that were accepted; returns how many are left after `grace` seconds."""
         with self._changed:
             self.status = "stopping"
-            self._changed.wait_for(lambda: self._accepted == 0, grace)
-            return self._accepted
+            self._changed.wait_for(lambda: self.accepted == 0, grace)
+            return self.accepted
 
     def summary(self) -> str:
+        """What was done, in words."""
         return ", ".join(f"{count} {what}" for what, count in self.counts.items())
 
     def enter(self) -> int | None:
         """Reserves a place in the queue: None if there is one, else after how many seconds to come again."""
         with self._changed:
-            if self.status == "ready" and self._accepted < self._queue:
-                self._accepted += 1
+            if self.status == "ready" and self.accepted < self._queue:
+                self.accepted += 1
                 self.counts["requests"] += 1
                 return None
             self.counts["busy"] += 1
@@ -191,7 +194,7 @@ class Service:
     def leave(self) -> None:
         """Gives the place back, when the answer has been sent."""
         with self._changed:
-            self._accepted -= 1
+            self.accepted -= 1
             self._changed.notify_all()
 
     def score(self, request: wire.Request) -> tuple[np.ndarray, np.ndarray]:
@@ -333,6 +336,7 @@ class _Handler(BaseHTTPRequestHandler):
                 "reward": service.name,
                 "version": wire.VERSION,
                 "limits": service.limits._asdict(),
+                "accepted": service.accepted,
                 "counts": service.counts,
             },
         )

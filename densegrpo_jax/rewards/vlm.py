@@ -67,9 +67,10 @@ def read_level(choice: dict) -> float | None:
         return LEVELS.get(words[0]) if words else None
     weights: dict[str, float] = {}
     for entry in content[0]["top_logprobs"]:
-        word = entry["token"].strip(" \tĠ▁").lower()
-        if word in LEVELS:
-            weights[word] = weights.get(word, 0.0) + math.exp(entry["logprob"])
+        begun = entry["token"].strip(" \tĠ▁").lower()
+        for word in LEVELS if len(begun) > 1 else ():
+            if word.startswith(begun):  # a level may be several tokens
+                weights[word] = weights.get(word, 0.0) + math.exp(entry["logprob"])
     total = sum(weights.values())
     return sum(LEVELS[word] * weight for word, weight in weights.items()) / total if total >= 0.5 else None
 
@@ -92,7 +93,7 @@ JUDGES = {
         "How would you rate the technical quality of this picture? Answer with one word: excellent, good, fair, poor or bad.",
         read_level,
         5.0,
-        {"max_tokens": 1, "temperature": 0.0, "logprobs": True, "top_logprobs": 20},
+        {"max_tokens": 4, "temperature": 0.0, "logprobs": True, "top_logprobs": 20},
     ),
     "qwenvl": Judge(
         "Grade the beauty of this picture: composition, light, colours, sharpness, and whether anything in it is deformed. 1 is ugly or "
