@@ -9,7 +9,7 @@ name, or that the file lacks, is an error.
 import json
 import os
 import re
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -59,7 +59,7 @@ class Stored(NamedTuple):
 # Finding files
 
 
-def find_folder(model: str | Path, variant: str | None = None, weights: bool = True) -> Path:
+def find_folder(model: str | Path, variant: str | None = None, weights: bool = True, files: Sequence[str] = ()) -> Path:
     """A local folder in diffusers layout, downloaded from the Hugging Face hub when `model` is not one already.
 
     Args:
@@ -67,6 +67,7 @@ def find_folder(model: str | Path, variant: str | None = None, weights: bool = T
       variant: which weights to download, "fp16" or "bf16"; None for the unnamed ones. Component configs, tokenizers and
         this one set of safetensors are fetched, no pickled weights and no single-file checkpoints.
       weights: False leaves the weights out.
+      files: patterns of the files to download instead, for a folder of another layout.
 
     Returns:
       The folder.
@@ -78,27 +79,23 @@ def find_folder(model: str | Path, variant: str | None = None, weights: bool = T
     if path.is_dir() and str(model):
         return path
     if path.is_file():
-        raise ValueError(f"{path} is a file; give a folder in diffusers layout (with model_index.json) or a Hugging Face id")
+        raise ValueError(f"{path} is a file; give the model's folder or a Hugging Face id")
     if not re.fullmatch(r"[\w.-]+/[\w.-]+", str(model)) or str(model).startswith("."):
         raise ValueError(f"{str(model)!r} is neither a folder that exists nor a Hugging Face id of the form owner/name")
 
     from huggingface_hub import errors, snapshot_download
 
     chosen = f"*.{variant}*" if variant else "*.safetensors*"
+    pipeline = [
+        "model_index.json",
+        "scheduler/*.json",
+        *(f"{t}/*" for t in TOKENIZERS),
+        *(f"{c}/config.json" for c in COMPONENTS),
+        *(f"{c}/{chosen}" for c in COMPONENTS if weights),
+    ]
+    ignored = ["*.bin*", "*.msgpack"] + ([] if variant else ["*.fp16*", "*.bf16*"])
     try:
-        return Path(
-            snapshot_download(
-                str(model),
-                allow_patterns=[
-                    "model_index.json",
-                    "scheduler/*.json",
-                    *(f"{t}/*" for t in TOKENIZERS),
-                    *(f"{c}/config.json" for c in COMPONENTS),
-                    *(f"{c}/{chosen}" for c in COMPONENTS if weights),
-                ],
-                ignore_patterns=["*.bin*", "*.msgpack"] + ([] if variant else ["*.fp16*", "*.bf16*"]),
-            )
-        )
+        return Path(snapshot_download(str(model), allow_patterns=list(files) or pipeline, ignore_patterns=ignored))
     except (errors.HfHubHTTPError, errors.HFValidationError, OSError) as error:
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise ValueError(f"{str(model)!r} is not a folder here and could not be downloaded from the Hugging Face hub: {reason}") from error

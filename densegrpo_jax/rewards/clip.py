@@ -1,14 +1,17 @@
-"""Rewards that are a CLIP's agreement of image and prompt: PickScore, CLIPScore, and the tiny world's preference scorer.
+"""Rewards that are a CLIP's agreement of image and prompt: PickScore, CLIPScore, HPSv2.1, the tiny world's preference scorer.
 
-score = exp(logit_scale) * cosine(image, prompt) / divisor, with any CLIPModel folder of transformers (safetensors).
-The image is prepared on the device as CLIPImageProcessor does it: resized by antialiased bicubic, cropped, normalised.
+score = exp(logit_scale) * cosine(image, prompt) / divisor, or the cosine itself, with any CLIPModel folder of transformers
+(safetensors). The image is prepared on the device as CLIPImageProcessor does it, resized by antialiased bicubic, cropped, normalised;
+for HPSv2.1 as its authors' program does it.
+
+What scorers on the device have in common stands here too: reading their folders, preparing images, scoring in chunks.
 
 Legend: N images, P width of the shared space.
 """
 
 import dataclasses
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache, partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -23,10 +26,11 @@ from densegrpo_jax.models.weights import find_folder, open_weights, read_json, r
 from densegrpo_jax.rewards.base import Reward
 
 # What divides the logit. PickScore (Kirstain et al. 2023, arXiv 2305.01569) is the logit itself; Flow-GRPO's program trains on
-# PickScore / 26, and its CLIPScore is the logit / 30.
-KINDS = {"pickscore": 1.0, "pickscore_26": 26.0, "clipscore": 30.0}
+# PickScore / 26, and its CLIPScore is the logit / 30. None: the cosine, which is what HPSv2.1 (Wu et al. 2023, arXiv 2306.09341) is.
+KINDS = {"pickscore": 1.0, "pickscore_26": 26.0, "clipscore": 30.0, "hpsv2": None}
 
 BICUBIC = 3  # PIL's number of the filter
+FILES = ("*.json", "merges.txt", "vocab.txt", "model*.safetensors")  # what a scorer's folder has
 TEXT_BATCH = 32  # prompts encoded at once, so that one program serves all
 
 
@@ -38,12 +42,15 @@ class ImageProcessing:
       size: length of the shorter edge after resizing, or (height, width), or None: not resized.
       crop_size: (height, width) cut out of the middle, or None: not cropped.
       image_mean, image_std: of the channels, of values in [0, 1].
+      framed: the longer edge is `size`, black fills the square, and nothing is rounded or cut off while resizing, as torchvision does
+        it with floating images: the way of HPSv2's program.
     """
 
     size: int | tuple[int, int] | None = 224
     crop_size: tuple[int, int] | None = (224, 224)
     image_mean: tuple[float, ...] = (0.48145466, 0.4578275, 0.40821073)
     image_std: tuple[float, ...] = (0.26862954, 0.26130258, 0.27577711)
+    framed: bool = False
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> "ImageProcessing":
@@ -78,13 +85,13 @@ class Spec(NamedTuple):
     Attributes:
       config: of both towers.
       processing: of the images.
-      divisor: of the logit, see `KINDS`.
+      divisor: of the logit, None for the cosine; see `KINDS`.
       dtype: of the towers' computation.
     """
 
     config: clip.CLIPConfig
     processing: ImageProcessing
-    divisor: float
+    divisor: float | None
     dtype: Any
 
 
@@ -121,34 +128,37 @@ def load_scorer(model: str | Path, kind: str = "pickscore", dtype: Any = jnp.flo
     """
     if kind not in KINDS:
         raise ValueError(f"kind = {kind!r}: choose one of {', '.join(KINDS)}")
+    folder, config, processing = open_folder(model, clip.CLIPConfig, lambda config: config.vision.image_size, dtype)
+    if kind == "hpsv2":
+        processing = dataclasses.replace(processing, size=config.vision.image_size, crop_size=None, framed=True)
+    tokenizer = _read_tokenizer(folder, config.text)
+    return Scorer(Spec(config, processing, KINDS[kind], jnp.dtype(dtype)), _read_params(folder, config, dtype, mesh), tokenizer)
+
+
+def open_folder(model: str | Path, kind: Any, side: Callable[[Any], int], dtype: Any) -> tuple[Path, Any, ImageProcessing]:
+    """A scorer's folder with its configuration and its image processor's settings.
+
+    Args:
+      model: folder, or Hugging Face id, of which configs, tokenizer and safetensors are downloaded.
+      kind: class of the configuration, with `from_json`.
+      side: gives the side of the vision tower's images, which the processor must crop to.
+      dtype: that the scorer is to have.
+
+    Raises:
+      ValueError: a dtype other than float32 and bfloat16, or a folder that cannot be read.
+    """
     if jnp.dtype(dtype) not in (jnp.float32, jnp.bfloat16):
         raise ValueError(f"dtype {jnp.dtype(dtype).name}: choose float32 or bfloat16")
-    folder = _find_folder(model)
+    folder = find_folder(model, files=FILES)
     try:
-        config = clip.CLIPConfig.from_json(read_json(folder / "config.json"))
+        config = kind.from_json(read_json(folder / "config.json"))
         processing = ImageProcessing.from_json(_read_processing(folder))
     except (ValueError, TypeError, KeyError) as error:
         raise ValueError(f"{folder}: {error}") from error
-    side = config.vision.image_size
-    if processing.crop_size not in (None, (side, side)):
-        raise ValueError(f"{folder}: images are cropped to {processing.crop_size}, but the vision tower takes {(side, side)}")
-    tokenizer = _read_tokenizer(folder, config.text)
-    sharding = None if mesh is None else jax.sharding.NamedSharding(mesh, jax.P())
-    params = _read_params(folder, config, dtype, sharding)
-    return Scorer(Spec(config, processing, KINDS[kind], jnp.dtype(dtype)), params, tokenizer)
-
-
-def _find_folder(model: str | Path) -> Path:
-    """The local folder; a Hugging Face id is downloaded: configs, tokenizer and safetensors, nothing pickled."""
-    if Path(model).expanduser().is_dir():
-        return find_folder(model)
-    from huggingface_hub import errors, snapshot_download
-
-    try:
-        return Path(snapshot_download(str(model), allow_patterns=["*.json", "merges.txt", "model*.safetensors"]))
-    except (errors.HfHubHTTPError, errors.HFValidationError, OSError) as error:
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        raise ValueError(f"{str(model)!r} is not a folder here and could not be downloaded from the Hugging Face hub: {reason}") from error
+    size = (side(config),) * 2
+    if processing.crop_size not in (None, size):
+        raise ValueError(f"{folder}: images are cropped to {processing.crop_size}, but the vision tower takes {size}")
+    return folder, config, processing
 
 
 def _read_processing(folder: Path) -> dict:
@@ -158,25 +168,43 @@ def _read_processing(folder: Path) -> dict:
     return values or read_json(folder / "preprocessor_config.json")
 
 
-def _read_params(folder: Path, config: clip.CLIPConfig, dtype: Any, sharding: Any) -> dict:
+def replicated(mesh: jax.sharding.Mesh | None) -> jax.sharding.Sharding | None:
+    """Where the parameters of a scorer are: on every device of `mesh`, or the default one."""
+    return None if mesh is None else jax.sharding.NamedSharding(mesh, jax.P())
+
+
+def shapes(config: clip.CLIPConfig) -> dict:
+    """The parameters of a CLIP, without values."""
     side = config.vision.image_size
     inputs = jnp.zeros((1, 1), jnp.int32), jnp.zeros((1, side, side, config.vision.num_channels))
-    shapes = jax.eval_shape(clip.CLIP(config).init, jax.random.key(0), *inputs)["params"]
+    return jax.eval_shape(clip.CLIP(config).init, jax.random.key(0), *inputs)["params"]
+
+
+def _read_params(folder: Path, config: clip.CLIPConfig, dtype: Any, mesh: jax.sharding.Mesh | None) -> dict:
     tensors = open_weights(folder)
-    params = read_params(tensors, clip.name_table(config), shapes, dtype, sharding, ignored=clip.IGNORED)
+    params = read_params(tensors, clip.name_table(config), shapes(config), dtype, replicated(mesh), ignored=clip.IGNORED)
     # The temperature stays float32: rounded to bfloat16 it would change every score by up to one percent.
     scale = np.float32(tensors["logit_scale"].view[...])
     return {**params, "logit_scale": jax.device_put(scale, params["logit_scale"].sharding)}
 
 
-def _read_tokenizer(folder: Path, config: clip.CLIPTextConfig) -> Any:
-    from transformers import CLIPTokenizer
+def open_tokenizer(folder: Path, kind: str) -> Any:
+    """The tokenizer in a folder, of that class of transformers.
+
+    Raises:
+      ValueError: it cannot be read.
+    """
+    import transformers
 
     try:
-        tokenizer = CLIPTokenizer.from_pretrained(folder, local_files_only=True)
+        return getattr(transformers, kind).from_pretrained(folder, local_files_only=True)
     except Exception as error:  # the tokenizers library raises bare Exception for what it cannot parse
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise ValueError(f"{folder}: not a readable tokenizer ({reason})") from error
+
+
+def _read_tokenizer(folder: Path, config: clip.CLIPTextConfig) -> Any:
+    tokenizer = open_tokenizer(folder, "CLIPTokenizer")
     # Without its files a tokenizer loads all the same, empty. The tower pools at the end token, so it must be the same one.
     end = tokenizer.eos_token_id
     if len(tokenizer) > config.vocab_size or end != (len(tokenizer) - 1 if config.eos_token_id == clip.LEGACY_EOS else config.eos_token_id):
@@ -192,7 +220,7 @@ def _read_tokenizer(folder: Path, config: clip.CLIPTextConfig) -> Any:
 
 
 def prepare(processing: ImageProcessing, images: jax.Array) -> jax.Array:
-    """Resizes, crops and normalises images as CLIPImageProcessor does, which resizes with PIL.
+    """Resizes, crops and normalises images as CLIPImageProcessor does, which resizes with PIL; or see `ImageProcessing.framed`.
 
     Args:
       processing: what to do.
@@ -208,13 +236,20 @@ def prepare(processing: ImageProcessing, images: jax.Array) -> jax.Array:
     is_bytes = images.dtype == jnp.uint8
     if images.ndim != 4 or images.shape[-1] != 3 or not (is_bytes or jnp.issubdtype(images.dtype, jnp.floating)):
         raise ValueError(f"images must be [N, H, W, 3], uint8 or floating in [0, 1], got {images.dtype} {images.shape}")
-    resize = _resize_bytes if is_bytes else _resize
-    x = images.astype(jnp.float32)
-    height, width = _resized(processing.size, images.shape[1:3])
+    if processing.framed:
+        x, is_bytes = images.astype(jnp.float32) / (255.0 if is_bytes else 1.0), False
+        resize = _resize
+    else:
+        x, resize = images.astype(jnp.float32), _resize_bytes if is_bytes else _resize_in_range
+    height, width = _resized(processing, images.shape[1:3])
     if x.shape[2] != width:
         x = resize("dow,nhwc->dnhoc", x, _bicubic(x.shape[2], width))
     if x.shape[1] != height:
         x = resize("doh,nhwc->dnowc", x, _bicubic(x.shape[1], height))
+    if processing.framed:
+        h, w = processing.size - height, processing.size - width
+        x = jnp.pad(x, ((0, 0), (h // 2, h - h // 2), (w // 2, w - w // 2), (0, 0)))
+        height, width = x.shape[1:3]
     h, w = processing.crop_size or (height, width)
     if h > height or w > width:
         raise ValueError(f"images of {images.shape[1:3]} are resized to {(height, width)}, which is smaller than the crop {(h, w)}")
@@ -224,12 +259,15 @@ def prepare(processing: ImageProcessing, images: jax.Array) -> jax.Array:
     return (x - mean) / std
 
 
-def _resized(size: int | tuple[int, int] | None, shape: tuple[int, int]) -> tuple[int, int]:
+def _resized(processing: ImageProcessing, shape: tuple[int, int]) -> tuple[int, int]:
+    size = processing.size
     if size is None:
         return shape
     if not isinstance(size, int):
         return size
     height, width = shape
+    if processing.framed:
+        return tuple(max(round(edge * size / max(shape)), 1) for edge in shape)
     return (size, int(size * width / height)) if height <= width else (int(size * height / width), size)
 
 
@@ -245,9 +283,13 @@ def _bicubic(old: int, new: int) -> np.ndarray:
 
 
 def _resize(equation: str, x: jax.Array, weights: np.ndarray) -> jax.Array:
-    """One axis of images in [0, 1]."""
-    x = jnp.einsum(equation, jnp.asarray(weights[None], jnp.float32), x, precision="highest")[0]
-    return jnp.clip(x, 0.0, 1.0)
+    """One axis."""
+    return jnp.einsum(equation, jnp.asarray(weights[None], jnp.float32), x, precision="highest")[0]
+
+
+def _resize_in_range(equation: str, x: jax.Array, weights: np.ndarray) -> jax.Array:
+    """One axis of images in [0, 1], where they stay."""
+    return jnp.clip(_resize(equation, x, weights), 0.0, 1.0)
 
 
 def _resize_bytes(equation: str, x: jax.Array, weights: np.ndarray) -> jax.Array:
@@ -277,8 +319,8 @@ def score(params: Mapping, spec: Spec, images: jax.Array, texts: jax.Array) -> j
     """
     model = clip.CLIP(spec.config, spec.dtype)
     seen = model.apply({"params": params}, prepare(spec.processing, images), method="embed_images")
-    scale = jnp.exp(params["logit_scale"].astype(jnp.float32)) / spec.divisor
-    return scale * jnp.sum(seen * texts, axis=-1)
+    cosine = jnp.sum(seen * texts, axis=-1)
+    return cosine if spec.divisor is None else jnp.exp(params["logit_scale"].astype(jnp.float32)) / spec.divisor * cosine
 
 
 def embed_texts(scorer: Scorer, prompts: Sequence[str], known: dict[str, np.ndarray] | None = None) -> np.ndarray:
@@ -319,26 +361,43 @@ def as_reward(scorer: Scorer, chunk: int = 32, mesh: jax.sharding.Mesh | None = 
     Raises:
       ValueError: a chunk that the devices cannot share.
     """
+    known: dict[str, np.ndarray] = {}
+    return chunked_reward(chunk, mesh, score, scorer.params, scorer.spec, lambda prompts: embed_texts(scorer, prompts, known))
+
+
+def chunked_reward(
+    chunk: int, mesh: jax.sharding.Mesh | None, score: Callable, params: Mapping, spec: Any, encode: Callable[[Sequence[str]], Any]
+) -> Reward:
+    """The reward of a scorer on the device; see `as_reward` for what is common.
+
+    Args:
+      chunk, mesh: as there.
+      score: (params, spec, images, texts) -> [N].
+      params: where `mesh` says.
+      spec: hashable.
+      encode: prompts -> what `score` takes as texts, a tree of arrays [N, ...].
+    """
     devices = 1 if mesh is None else mesh.size
     if chunk < 1 or chunk % devices:
         raise ValueError(f"chunk = {chunk}: must be a positive multiple of the {devices} devices")
-    known: dict[str, np.ndarray] = {}
-    place = scorer.params["logit_scale"].sharding if mesh is None else jax.sharding.NamedSharding(mesh, jax.P(mesh.axis_names))
+    place = jax.tree.leaves(params)[0].sharding if mesh is None else jax.sharding.NamedSharding(mesh, jax.P(mesh.axis_names))
 
     def reward(images: Any, prompts: Sequence[str], metadata: Sequence[dict]) -> np.ndarray:
         if images.dtype != np.uint8 or images.ndim != 4 or len(images) != len(prompts):
             raise ValueError(f"expected uint8 images [{len(prompts)}, H, W, 3], one a prompt, got {images.dtype} {images.shape}")
-        texts, count = embed_texts(scorer, prompts, known), len(prompts)
+        count = len(prompts)
         size = min(chunk, -(-count // devices) * devices)
         extra = -count % size
-        pad = jnp.pad if isinstance(images, jax.Array) else np.pad
-        images, texts = pad(images, ((0, extra), (0, 0), (0, 0), (0, 0))), np.pad(texts, ((0, extra), (0, 0)))
-        images, texts = jax.device_put((images, texts), place)
-        return np.asarray(_score_chunks(scorer.params, scorer.spec, size, images, texts))[:count]
+
+        def padded(x):
+            return (jnp.pad if isinstance(x, jax.Array) else np.pad)(x, ((0, extra), *((0, 0),) * (x.ndim - 1)))
+
+        images, texts = jax.device_put((padded(images), jax.tree.map(padded, encode(prompts))), place)
+        return np.asarray(_score_chunks(score, size, params, spec, images, texts))[:count]
 
     return reward
 
 
-@partial(jax.jit, static_argnames=("spec", "chunk"))
-def _score_chunks(params, spec, chunk, images, texts):
+@partial(jax.jit, static_argnames=("score", "chunk", "spec"))
+def _score_chunks(score, chunk, params, spec, images, texts):
     return in_chunks(lambda images, texts: (score(params, spec, images, texts),), chunk, (0, 0), (0,))(images, texts)[0]

@@ -54,10 +54,14 @@ def test_names_load_and_unknown_ones_are_refused_with_the_known():
     with pytest.raises(ValueError, match=r"unknown reward 'pikscore'.*scenes_compose_soft.*words"):
         rewards.load("pikscore")
     for name in ("words:folder", "pickscore:"):
-        with pytest.raises(ValueError, match="for pickscore, pickscore_26, clipscore only"):
+        with pytest.raises(ValueError, match=r"for pickscore, .*imagereward only"):
             rewards.load(name)
-    with pytest.raises(ValueError, match="could not be downloaded"):
+    with pytest.raises(ValueError, match="neither a folder that exists nor a Hugging Face id"):
         rewards.load("clipscore:/nowhere/to/be/found")
+    with pytest.raises(ValueError, match="could not be downloaded"):
+        rewards.load("clipscore")
+    with pytest.raises(ValueError, match=r"give its folder, hpsv2:FOLDER, which tools/convert_scorer\.py makes"):
+        rewards.load("hpsv2")
 
 
 def test_importing_the_names_imports_no_scorer():
