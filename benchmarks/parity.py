@@ -44,7 +44,7 @@ from transformers.models.clip.image_processing_pil_clip import CLIPImageProcesso
 
 from densegrpo_jax import flow, pipeline
 from densegrpo_jax.export import export
-from densegrpo_jax.models import clip, sd3, t5, vae
+from densegrpo_jax.models import clip, mmdit, sd3, t5, vae
 from densegrpo_jax.models import lora as loras
 from densegrpo_jax.models.adapter import Adapter
 from densegrpo_jax.rewards.clip import ImageProcessing, prepare
@@ -181,8 +181,8 @@ def block_row(name: str) -> Row:
     context, c, dual = normal(2, 20, 64), normal(2, 64), bool(config.dual_attention_layers)
 
     def ours(params, x, dtype):
-        module = sd3.Block(config, dual, False, dtype, "auto", 1.0)
-        return module.apply({"params": params}, (x.astype(dtype), jnp.asarray(context, dtype)), jax.nn.silu(c))[0]
+        module = mmdit.JointBlock(config.num_attention_heads, bool(config.qk_norm), dtype, "auto", 1.0, dual)
+        return module.apply({"params": params}, (x.astype(dtype), jnp.asarray(context, dtype)), (jax.nn.silu(c), None))[0]
 
     def run(x):
         context_out, out = block(x, torch.from_numpy(context), torch.from_numpy(c))

@@ -240,12 +240,13 @@ class MLPEmbedding(nn.Module):
         return dense(name="linear_2")(jax.nn.silu(dense(name="linear_1")(x)))
 
 
-def patchify(x: jax.Array, patch: int) -> jax.Array:
+def patchify(x: jax.Array, patch: int, channels_first: bool = False) -> jax.Array:
     """Cuts images into patches, row by row; within a patch the order is row, column, channel.
 
     Args:
       x: [B, H, W, C].
       patch: side of a patch.
+      channels_first: within a patch the order is channel, row, column.
 
     Returns:
       [B, H/patch * W/patch, patch * patch * C].
@@ -257,10 +258,11 @@ def patchify(x: jax.Array, patch: int) -> jax.Array:
     if H % patch or W % patch:
         raise ValueError(f"latents of {H} x {W} cannot be cut into patches of {patch}: both sides must be multiples of {patch}")
     x = x.reshape(B, H // patch, patch, W // patch, patch, C)
-    return x.transpose(0, 1, 3, 2, 4, 5).reshape(B, (H // patch) * (W // patch), patch * patch * C)
+    order = (0, 1, 3, 5, 2, 4) if channels_first else (0, 1, 3, 2, 4, 5)
+    return x.transpose(order).reshape(B, (H // patch) * (W // patch), patch * patch * C)
 
 
-def unpatchify(x: jax.Array, patch: int, height: int, width: int) -> jax.Array:
+def unpatchify(x: jax.Array, patch: int, height: int, width: int, channels_first: bool = False) -> jax.Array:
     """Inverse of `patchify`: [B, N, patch * patch * C] -> [B, height, width, C].
 
     Raises:
@@ -270,8 +272,9 @@ def unpatchify(x: jax.Array, patch: int, height: int, width: int) -> jax.Array:
     h, w = height // patch, width // patch
     if N != h * w or D % (patch * patch):
         raise ValueError(f"{N} patches of {D} numbers do not make an image of {height} x {width} with patch {patch}")
-    x = x.reshape(B, h, w, patch, patch, D // (patch * patch))
-    return x.transpose(0, 1, 3, 2, 4, 5).reshape(B, height, width, D // (patch * patch))
+    C = D // (patch * patch)
+    inside, order = ((C, patch, patch), (0, 1, 4, 2, 5, 3)) if channels_first else ((patch, patch, C), (0, 1, 3, 2, 4, 5))
+    return x.reshape(B, h, w, *inside).transpose(order).reshape(B, height, width, C)
 
 
 def position_table(dim: int, grid: int, base: int) -> jax.Array:
@@ -297,3 +300,44 @@ def position_table(dim: int, grid: int, base: int) -> jax.Array:
     column = jnp.broadcast_to(line[None], (grid, grid, dim // 2))
     row = jnp.broadcast_to(line[:, None], (grid, grid, dim // 2))
     return jnp.concatenate([column, row], axis=2).reshape(grid * grid, dim)
+
+
+def rotary_table(axes: tuple[int, ...], rows: int, columns: int, theta: float = 10000.0) -> tuple[np.ndarray, np.ndarray]:
+    """Cosines and sines of the rotary position embedding of a grid; the angles are made in float64 and the table rounded to float32.
+
+    Args:
+      axes: even widths of a head that turn by a position that is always 0, by the row, and by the column.
+      rows, columns: of the grid.
+      theta: the longest period is about 2 pi theta.
+
+    Returns:
+      cos, sin: [rows * columns, sum(axes) / 2] each, row by row: entry i of an axis turns by position theta^(-2 i / width).
+
+    Raises:
+      ValueError: not three axes, or an odd width. Reference: Su et al. 2021, arXiv 2104.09864, section 3.4.2.
+    """
+    if len(axes) != 3 or any(width % 2 for width in axes):
+        raise ValueError(f"rotary_table needs three even widths, got {axes}")
+    row, column = np.divmod(np.arange(rows * columns), columns)
+    angles = [
+        position[:, None] * theta ** (-np.arange(0, width, 2, dtype=np.float64) / width)
+        for width, position in zip(axes, (np.zeros_like(row), row, column))
+    ]
+    angles = np.concatenate(angles, axis=1)
+    return np.cos(angles).astype(np.float32), np.sin(angles).astype(np.float32)
+
+
+def rotate(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
+    """Turns consecutive pairs of each head by its position's angles, in float32.
+
+    Args:
+      x: [B, N, H, D].
+      cos, sin: [N, D/2] each.
+
+    Returns:
+      [B, N, H, D] in the type of x.
+    """
+    pairs = x.astype(jnp.float32).reshape(*x.shape[:-1], -1, 2)  # [B, N, H, D/2, 2]
+    first, second = pairs[..., 0], pairs[..., 1]
+    cos, sin = cos[None, :, None], sin[None, :, None]
+    return jnp.stack([first * cos - second * sin, first * sin + second * cos], axis=-1).reshape(x.shape).astype(x.dtype)

@@ -21,8 +21,8 @@ ATTENTION_TARGETS = (
     "attn.add_k_proj",
     "attn.add_v_proj",
     "attn.to_add_out",
-)  # the eight projections that Flow-GRPO adapts in every block of SD3 and SD3.5
-
+)  # the eight projections that Flow-GRPO adapts in every block of SD3 and SD3.5, and every double block of FLUX
+FEED_FORWARD_TARGETS = ("ff.net.0.proj", "ff.net.2", "ff_context.net.0.proj", "ff_context.net.2")  # and these besides in FLUX
 
 
 def _endings(path: str) -> list[str]:

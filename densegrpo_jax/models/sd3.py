@@ -14,23 +14,10 @@ from typing import NamedTuple
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
-from jax.lax import Precision
 
-from densegrpo_jax.models.attention import attention
-from densegrpo_jax.models.layers import (
-    Dense,
-    MLPEmbedding,
-    RMSNorm,
-    normalize,
-    patchify,
-    position_table,
-    timestep_embedding,
-    unpatchify,
-)
+from densegrpo_jax.models.layers import Dense, normalize, patchify, position_table, unpatchify
+from densegrpo_jax.models.mmdit import EPS, JointBlock, Modulation, add_ends, add_joint_blocks, condition, modulate, scanned
 from densegrpo_jax.models.source import Source
-
-EPS = 1e-6  # of every norm
-TIME_CHANNELS = 256  # of the sinusoidal time embedding
 
 
 @dataclass(frozen=True)
@@ -111,112 +98,6 @@ def block_groups(config: SD3Config) -> list[Group]:
         else:
             groups.append(Group(i, 1, dual, last))
     return groups
-
-
-class Modulation(nn.Module):
-    """Shifts, scales and gates of a block, in full float32: a linear map of silu(time + pooled text), zero at init (adaLN-Zero)."""
-
-    parts: int
-    lora_scale: float
-
-    @nn.compact
-    def __call__(self, c: jax.Array) -> list[jax.Array]:
-        """Maps c [B, D] to `parts` arrays [B, 1, D]."""
-        features = self.parts * c.shape[-1]
-        dense = Dense(
-            features, lora_scale=self.lora_scale, precision=Precision.HIGHEST, kernel_init=nn.initializers.zeros, name="linear"
-        )
-        return jnp.split(dense(c)[:, None], self.parts, axis=-1)
-
-
-class Attention(nn.Module):
-    """Attention over the image tokens, joined by the text tokens if there are any; heads of q and k are RMS-normalised on request."""
-
-    config: SD3Config
-    dtype: jnp.dtype
-    impl: str
-    lora_scale: float
-    text_ends: bool = False  # nothing is read from the text stream afterwards
-
-    @nn.compact
-    def __call__(self, x: jax.Array, context: jax.Array | None = None) -> tuple[jax.Array, jax.Array | None]:
-        """Maps x [B, N, D] and context [B, S, D] or None to their attention outputs; None where there is no text output."""
-        B, N, D = x.shape
-        dense = partial(Dense, D, dtype=self.dtype, lora_scale=self.lora_scale)
-
-        def heads(name, tokens, norm=None):
-            y = dense(name=name)(tokens).reshape(B, -1, self.config.num_attention_heads, self.config.attention_head_dim)
-            return RMSNorm(EPS, self.dtype, name=norm)(y) if norm and self.config.qk_norm else y
-
-        q, k, v = heads("to_q", x, "norm_q"), heads("to_k", x, "norm_k"), heads("to_v", x)  # [B, N, H, D/H]
-        if context is not None:
-            context_q = heads("add_q_proj", context, "norm_added_q")  # in the last block only for its weights' sake
-            q = q if self.text_ends else jnp.concatenate([q, context_q], axis=1)  # [B, N + S, H, D/H]
-            k = jnp.concatenate([k, heads("add_k_proj", context, "norm_added_k")], axis=1)
-            v = jnp.concatenate([v, heads("add_v_proj", context)], axis=1)
-        out = attention(q, k, v, impl=self.impl).reshape(B, -1, D)
-        has_text = context is not None and not self.text_ends
-        return dense(name="to_out_0")(out[:, :N]), dense(name="to_add_out")(out[:, N:]) if has_text else None
-
-
-class FeedForward(nn.Module):
-    """Two linear layers with tanh gelu between, four times as wide inside."""
-
-    dtype: jnp.dtype
-    lora_scale: float
-
-    @nn.compact
-    def __call__(self, x: jax.Array) -> jax.Array:
-        """Maps x [B, N, D] to the same shape."""
-        D = x.shape[-1]
-        dense = partial(Dense, dtype=self.dtype, lora_scale=self.lora_scale)
-        return dense(D, name="net_2")(jax.nn.gelu(dense(4 * D, name="net_0_proj")(x), approximate=True))
-
-
-class Block(nn.Module):
-    """One MMDiT block, in the form that `nn.scan` wants: (streams, c) -> (streams, None)."""
-
-    config: SD3Config
-    dual: bool
-    last: bool
-    dtype: jnp.dtype
-    impl: str
-    lora_scale: float
-
-    @nn.compact
-    def __call__(self, streams: tuple[jax.Array, jax.Array], c: jax.Array) -> tuple[tuple[jax.Array, jax.Array], None]:
-        """Maps image tokens [B, N, D] and text tokens [B, S, D], modulated by c [B, D]."""
-        x, context = streams
-        attend = partial(Attention, self.config, self.dtype, self.impl, self.lora_scale)
-        modulation = partial(Modulation, lora_scale=self.lora_scale)
-
-        def modulated(y, shift, scale):  # y is float32, and so is all of this up to the cast
-            return (y * (1 + scale) + shift).astype(self.dtype)
-
-        def add(y, gate, update):
-            return (y + gate * update).astype(self.dtype)
-
-        shift, scale, gate, ff_shift, ff_scale, ff_gate, *second = modulation(9 if self.dual else 6, name="norm1")(c)
-        x_norm, context_norm = normalize(x, EPS), normalize(context, EPS)
-        if self.last:
-            context_scale, context_shift = modulation(2, name="norm1_context")(c)
-        else:
-            context_shift, context_scale, context_gate, *context_ff = modulation(6, name="norm1_context")(c)
-
-        out, context_out = attend(text_ends=self.last, name="attn")(
-            modulated(x_norm, shift, scale), modulated(context_norm, context_shift, context_scale)
-        )
-        x = add(x, gate, out)
-        if self.dual:
-            shift2, scale2, gate2 = second
-            x = add(x, gate2, attend(name="attn2")(modulated(x_norm, shift2, scale2))[0])
-        feed_forward = partial(FeedForward, self.dtype, self.lora_scale)
-        x = add(x, ff_gate, feed_forward(name="ff")(modulated(normalize(x, EPS), ff_shift, ff_scale)))
-        if not self.last:
-            ff_shift, ff_scale, ff_gate = context_ff
-            context = add(context, context_gate, context_out)
-            context = add(context, ff_gate, feed_forward(name="ff_context")(modulated(normalize(context, EPS), ff_shift, ff_scale)))
-        return (x, context), None
 
 
 class PatchEmbed(nn.Module):
@@ -309,26 +190,14 @@ class SD3Transformer(nn.Module):
 
         x = PatchEmbed(cfg, self.dtype, name="pos_embed")(latents)  # [B, N, D]
         context = Dense(cfg.width, dtype=self.dtype, lora_scale=self.lora_scale, name="context_embedder")(context)  # [B, S, D]
-        embed = partial(MLPEmbedding, cfg.width, self.lora_scale)
-        time = timestep_embedding(1000 * sigma.astype(jnp.float32), TIME_CHANNELS)
-        c = embed(name="timestep_embedder")(time) + embed(name="text_embedder")(pooled)
-        c = jax.nn.silu(c)  # [B, D], float32
-
-        block = nn.remat(Block, prevent_cse=False) if self.remat else Block
-        for group in block_groups(cfg):
-            stack = nn.scan(
-                block,
-                variable_axes={"params": 0, "lora": 0},
-                split_rngs={"params": True},
-                in_axes=nn.broadcast,
-                length=group.length,
-                unroll=min(self.scan_unroll, group.length),
-            )
-            blocks = stack(cfg, group.dual, group.last, self.dtype, self.attention_impl, self.lora_scale, name=f"blocks_{group.first}")
-            (x, context), _ = blocks((x, context), c)
+        c = condition(cfg.width, self.lora_scale, {"timestep_embedder": sigma}, pooled)  # [B, D]
+        for first, length, dual, last in block_groups(cfg):
+            stack = scanned(JointBlock, length, self.remat, self.scan_unroll)
+            block = partial(stack, cfg.num_attention_heads, bool(cfg.qk_norm), self.dtype, self.attention_impl, self.lora_scale)
+            (x, context), _ = block(dual, last, name=f"blocks_{first}")((x, context), (c, None))
 
         scale, shift = Modulation(2, self.lora_scale, name="norm_out")(c)
-        x = normalize(x, EPS) * (1 + scale) + shift
+        x = modulate(normalize(x, EPS), shift, scale, self.dtype)
         features = cfg.patch_size**2 * cfg.channels_out
         x = Dense(features, dtype=self.dtype, lora_scale=self.lora_scale, kernel_init=nn.initializers.zeros, name="proj_out")(x)
         return unpatchify(x.astype(jnp.float32), cfg.patch_size, latents.shape[1], latents.shape[2])
@@ -345,27 +214,8 @@ def name_table(config: SD3Config) -> dict[str, Source]:
         "pos_embed/table": Source(("pos_embed.pos_embed",)),
     }
 
-    def add_linear(path, names, stacked=False):
-        table[f"{path}/kernel"] = Source(tuple(f"{name}.weight" for name in names), "transpose", stacked)
-        table[f"{path}/bias"] = Source(tuple(f"{name}.bias" for name in names), "none", stacked)
-
-    for name in ("context_embedder", "norm_out.linear", "proj_out"):
-        add_linear(name.replace(".", "/"), [name])
-    for embedder in ("timestep_embedder", "text_embedder"):
-        for linear in ("linear_1", "linear_2"):
-            add_linear(f"{embedder}/{linear}", [f"time_text_embed.{embedder}.{linear}"])
+    add_ends(table, ["context_embedder"], ["timestep_embedder", "text_embedder"])
     for first, length, dual, last in block_groups(config):
-        linears = ["norm1.linear", "norm1_context.linear", "ff.net.0.proj", "ff.net.2"]
-        linears += [f"attn.{name}" for name in ("to_q", "to_k", "to_v", "to_out.0", "add_q_proj", "add_k_proj", "add_v_proj")]
-        linears += [] if last else ["attn.to_add_out", "ff_context.net.0.proj", "ff_context.net.2"]
-        linears += [f"attn2.{name}" for name in ("to_q", "to_k", "to_v", "to_out.0")] if dual else []
-        norms = [f"attn.{name}" for name in ("norm_q", "norm_k", "norm_added_q", "norm_added_k")]
-        norms += ["attn2.norm_q", "attn2.norm_k"] if dual else []
         prefixes = [f"transformer_blocks.{i}." for i in range(first, first + length)]
-        for name in linears:
-            path = name.replace(".0", "_0").replace(".2", "_2").replace("_0.proj", "_0_proj").replace(".", "/")
-            add_linear(f"blocks_{first}/{path}", [prefix + name for prefix in prefixes], stacked=True)
-        for name in norms if config.qk_norm else []:
-            names = tuple(f"{prefix}{name}.weight" for prefix in prefixes)
-            table[f"blocks_{first}/{name.replace('.', '/')}/scale"] = Source(names, "none", stacked=True)
+        add_joint_blocks(table, f"blocks_{first}", prefixes, bool(config.qk_norm), dual, last)
     return table
