@@ -4,9 +4,22 @@ from collections.abc import Callable
 from importlib import import_module
 from typing import Any
 
-from densegrpo_jax.rewards.base import Reward, Scores, normalized_in_groups, score, score_parts, weighted_sum
+from densegrpo_jax.rewards.base import Reward, Scored, Scores, normalized_in_groups, score, score_parts, weighted_sum
 
-__all__ = ["MODELS", "NAMES", "Reward", "Scores", "load", "normalized_in_groups", "score", "score_parts", "weighted_sum"]
+__all__ = [
+    "MODELS",
+    "NAMES",
+    "SERVED",
+    "Reward",
+    "Scored",
+    "Scores",
+    "load",
+    "load_served",
+    "normalized_in_groups",
+    "score",
+    "score_parts",
+    "weighted_sum",
+]
 
 MODELS = {
     "pickscore": "yuvalkirstain/PickScore_v1",
@@ -21,6 +34,15 @@ weights are not safetensors; `tools/convert_scorer.py` makes a folder of them, t
 
 JUDGES = ("unifiedreward", "deqa", "qwenvl")
 """Vision-language models behind an OpenAI-compatible endpoint: "qwenvl@http://host:8000/v1", "qwenvl:MODEL@..."; see `rewards.vlm`."""
+
+SERVED = {
+    "geneval": "dense_published",
+    "geneval_repaired": "dense_repaired",
+    "geneval_strict": "strict",
+    "geneval_official": "official",
+}
+"""Rewards that need torch, so that only a reward server loads them, with their modes in `rewards.geneval`; "geneval:DETECTOR:CLIP" names
+other models than the defaults."""
 
 
 def _toy_spot() -> Reward:
@@ -68,10 +90,27 @@ def load(name: str, server: Any = None) -> Reward:
         module = import_module(f"densegrpo_jax.rewards.{'vlm' if judge else 'http'}")
         return module.load(name, *([] if server is None else [server]))
     kind, colon, model = name.partition(":")
+    if kind in SERVED:
+        raise ValueError(f"reward {kind!r} runs in a server: `densegrpo serve-rewards --reward {name}`, and here {kind}@http://HOST:PORT")
     if kind not in NAMES:
-        raise ValueError(f"unknown reward {kind!r}; known: {', '.join(sorted(NAMES))}")
+        raise ValueError(f"unknown reward {kind!r}; known: {', '.join(sorted({*NAMES, *SERVED}))}")
     if not colon:
         return NAMES[kind]()
     if kind not in MODELS or not model:
         raise ValueError(f"reward {name!r}: a model is named after the colon, for {', '.join(MODELS)} only")
     return _scorer(kind, model)()
+
+
+def load_served(name: str) -> Reward:
+    """What a reward server loads: the rewards of `load`, and those of `SERVED`.
+
+    Raises:
+      ValueError: what `load` raises, and what loading the models raises.
+    """
+    kind, *models = name.split(":")
+    if kind not in SERVED:
+        return load(name)
+    if len(models) > 2:
+        raise ValueError(f"reward {name!r}: write {kind}:DETECTOR:CLIP, either may be empty")
+    chosen = {part: model for part, model in zip(("detector", "clip"), models) if model}
+    return import_module("densegrpo_jax.rewards.geneval").load(SERVED[kind], **chosen)

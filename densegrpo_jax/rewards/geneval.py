@@ -27,6 +27,10 @@ from densegrpo_jax.rewards.known import Known
 
 MODES = ("official", "strict", "dense_published", "dense_repaired")
 
+# The models of GenEval's own program, as transformers has them: another training of the same detector, the same CLIP.
+DETECTOR = "facebook/mask2former-swin-small-coco-instance"
+CLIP = "openai/clip-vit-large-patch14"
+
 # GenEval's constants. A detection counts above the threshold, in counting above the higher one.
 THRESHOLD, COUNTING_THRESHOLD = 0.3, 0.9
 MAX_OBJECTS = 16  # of a class
@@ -291,7 +295,12 @@ def as_reward(detect: Detector, classify: Classifier, mode: str, batch: int = 8)
 
 
 def load(
-    mode: str, detector: str | Path, clip: str | Path, device: str | None = None, batch: int = 8, check_colors: bool = True
+    mode: str,
+    detector: str | Path = DETECTOR,
+    clip: str | Path = CLIP,
+    device: str | None = None,
+    batch: int = 8,
+    check_colors: bool = True,
 ) -> Reward:
     """GenEval with models of transformers in torch, for a reward server.
 

@@ -119,7 +119,7 @@ def _loader(reward: str) -> tuple[Callable[[], Reward], str]:
     if not (colon and file.endswith(".py")):
         if "@" in reward:
             raise ValueError(f"reward {reward!r}: a server serves a reward of its own, not that of another server")
-        return lambda: rewards.load(reward), reward.partition(":")[0]
+        return lambda: rewards.load_served(reward), reward.partition(":")[0]
     if not Path(file).is_file():
         raise ValueError(f"reward {reward!r}: there is no file {file}")
 

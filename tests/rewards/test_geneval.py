@@ -287,3 +287,18 @@ def test_the_servers_known_photograph_is_what_it_says():
     for mode in geneval.MODES:
         scores = geneval.as_reward(lambda images: [person] * len(images), Classify(), mode)(known.images, known.prompts, known.metadata)[0]
         np.testing.assert_array_equal(scores, known.low)
+
+
+def test_names_of_the_reward_lead_to_the_server_and_there_to_the_models(monkeypatch):
+    with pytest.raises(ValueError, match=r"serve-rewards --reward geneval_strict:a`, and here geneval_strict@http"):
+        rewards.load("geneval_strict:a")
+    calls = []
+    monkeypatch.setattr(geneval, "load", lambda *args, **models: calls.append((args, models)))
+    for name in ("geneval", "geneval_repaired:someone/detr", "geneval_official::clip", "geneval_strict:d:c"):
+        rewards.load_served(name)
+    expected = [("dense_published", {}), ("dense_repaired", {"detector": "someone/detr"}), ("official", {"clip": "clip"})]
+    assert calls == [((mode,), models) for mode, models in [*expected, ("strict", {"detector": "d", "clip": "c"})]]
+    assert set(rewards.SERVED.values()) == set(geneval.MODES)
+    with pytest.raises(ValueError, match="write geneval:DETECTOR:CLIP"):
+        rewards.load_served("geneval:a:b:c")
+    assert rewards.load_served("toy_spot")
