@@ -105,7 +105,7 @@ def settled(values: np.ndarray, average: int, eps2: float, share: float) -> bool
     if len(values) < 2 * average or share == 0.0:
         return False
     shift = np.mean(values[-average:], axis=0) - np.mean(values[-2 * average : -average], axis=0)
-    return bool(np.all(np.abs(shift) <= share * average * eps2))
+    return bool(np.all(np.abs(shift) <= share * average * eps2 * (1 + 1e-9)))  # sums of steps round
 
 
 # --- excess noise ------------------------------------------------------------------------------------------------------

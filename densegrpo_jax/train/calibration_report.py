@@ -273,7 +273,7 @@ def _balance_figure(numbers: dict):
         axis.bar(at, -_row(total["negative"]), color=BAD)
         axis.axhline(0.0, color=INK, lw=0.8)
         axis.set_ylim(-1.05, 1.05)
-        axis.set_title(f"{name}: share of gains + and −")
+        axis.set_title(f"{name}: gains + and −")
     for axis in axes[len(measured) : -4]:
         axis.remove()
     panels = ("noise level, as multiplier", "spread of the gains in groups", "mean reward of the completions", "noise left / noise due")
