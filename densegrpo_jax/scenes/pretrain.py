@@ -47,8 +47,8 @@ class Settings:
     stages: tuple[str, ...] = ("vae", "flow", "scorer", "export", "report")
     seed: int = 0
     vae_steps: int = 1200
-    flow_steps: int = 10500
-    scorer_steps: int = 1500
+    flow_steps: int = 16000
+    scorer_steps: int = 2000
     save_every: int = 500
     out: Path = HERE
 

@@ -308,7 +308,7 @@ def agreement(params, drawn: Drawn) -> dict[str, float]:
     return row
 
 
-def train_scorer(run: Run, steps: int, flow_params, vae_params, vae_config, captions: int = 768) -> Any:
+def train_scorer(run: Run, steps: int, flow_params, vae_params, vae_config, captions: int = 1536) -> Any:
     """Stage 3; measured by the agreement on clear pairs of held-out captions' pictures."""
     tokens = tiny_model.Tokens(run.workdir)
     draw = partial(draw_groups, run, tokens, flow_params, vae_params, vae_config)
