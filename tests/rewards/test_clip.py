@@ -122,6 +122,23 @@ def test_images_are_prepared_as_by_the_folders_processor(folder, scorer, height,
     np.testing.assert_allclose(ours, expected, atol=2e-6)
 
 
+@pytest.mark.parity
+@pytest.mark.parametrize(("height", "width"), [(48, 48), (33, 58), (61, 42), (12, 17), (SIDE, 8), (41, 3)])
+def test_framed_images_are_prepared_as_by_hpsv2s_program(height, width):
+    torch = pytest.importorskip("torch")
+    settings = clip.ImageProcessing(SIDE, None, framed=True)
+    images = np.concatenate([random_images(1, height, width), gradient_images(1, height, width)])
+    scale = SIDE / max(height, width)
+    x = torch.from_numpy(images).movedim(-1, 1) / 255
+    x = torch.nn.functional.interpolate(x, (round(height * scale), round(width * scale)), mode="bicubic", antialias=True)
+    top, left = (SIDE - x.shape[2]) // 2, (SIDE - x.shape[3]) // 2
+    expected = np.zeros((2, SIDE, SIDE, 3), np.float32)
+    expected[:, top : top + x.shape[2], left : left + x.shape[3]] = x.movedim(1, -1).numpy()
+    expected = (expected - np.float32(settings.image_mean)) / np.float32(settings.image_std)
+    for given in (images, images / np.float32(255.0)):
+        np.testing.assert_allclose(np.asarray(prepare(settings, given)), expected, atol=5e-6)
+
+
 def test_old_and_nested_settings_are_read_alike(folder, scorer, tmp_path):
     old = {"size": SIDE, "crop_size": SIDE, "image_mean": MEAN, "image_std": STD, "feature_extractor_type": "CLIPFeatureExtractor"}
     assert clip.ImageProcessing.from_json(old) == scorer.spec.processing
@@ -181,6 +198,10 @@ def test_kinds_differ_in_scale(folder, scorer):
         scores = rewards.score(kind, rewards.load(f"{kind}:{folder}"), images, PROMPTS[:2], metadata)
         assert scores.valid.all()
         np.testing.assert_allclose(scores.value, logits / divisor, rtol=1e-5)
+    # HPSv2.1 is the cosine; images of the tower's size are prepared alike.
+    cosines = rewards.load(f"hpsv2:{folder}")(images, PROMPTS[:2], metadata)
+    np.testing.assert_allclose(cosines, logits / np.exp(float(scorer.params["logit_scale"])), rtol=1e-5)
+    assert clip.load_scorer(folder, "hpsv2").spec.processing == clip.ImageProcessing(SIDE, None, tuple(MEAN), tuple(STD), framed=True)
 
 
 def test_chunks_devices_and_padding_change_nothing(folder, scorer):
@@ -256,7 +277,7 @@ def test_wrong_images_are_refused(scorer):
 
 
 def test_wrong_options_are_refused(folder):
-    with pytest.raises(ValueError, match="kind = 'hps': choose one of pickscore, pickscore_26, clipscore"):
+    with pytest.raises(ValueError, match="kind = 'hps': choose one of pickscore, pickscore_26, clipscore, hpsv2"):
         clip.load(folder, "hps")
     with pytest.raises(ValueError, match="float16: choose"):
         clip.load(folder, dtype=jnp.float16)
