@@ -51,8 +51,8 @@ def test_the_score_is_the_head_of_the_unit_vector_whatever_the_prompt(folder, sc
     for layer in score_head.LAYERS:
         dense = params["mlp"][f"layers_{layer}"]
         vector = vector @ np.asarray(dense["kernel"]) + np.asarray(dense["bias"])
-    assert scores.valid.all() and scores.value.std() > 0.01
-    np.testing.assert_allclose(scores.value, vector[:, 0], rtol=1e-4, atol=1e-4)
+    assert scores.valid.all() and scores.value.std() > 3e-3
+    np.testing.assert_allclose(scores.value, vector[:, 0], atol=1e-5)
 
 
 def test_chunks_and_devices_change_nothing(folder):
