@@ -1,7 +1,10 @@
 """The OCR rule by table, failures of the engine, and the real engine on drawn words and on a page."""
 
+import json
 import logging
+import subprocess
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -10,6 +13,8 @@ import pytest
 from densegrpo_jax import rewards
 from densegrpo_jax.rewards import ocr
 from densegrpo_jax.scenes import world
+
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 
 
 @pytest.mark.parametrize(
@@ -28,6 +33,11 @@ from densegrpo_jax.scenes import world
         ('an empty "" sign', None),
         ('a blank "  " sign, then "TEA"', None),
         ("", None),
+        ('a page that says "TEA\nTIME"', "TEA\nTIME"),
+        ('a sign in Japanese: "日本茶"', "日本茶"),
+        ("a sign 'TEA'", None),  # single quotes are apostrophes
+        ("ein Schild „TEE“, un panneau «THÉ»", None),  # other languages' quotes are not looked for
+        ('"TEA” and then nothing', None),  # a straight quote is not closed by a curly one
     ],
 )
 def test_targets_of_prompts(prompt, target):
@@ -51,6 +61,9 @@ def test_targets_of_prompts(prompt, target):
         ("Creme Brulee", "CRÈME BRÛLÉE", 8 / 11),
         ("日本茶", "日本", 1.0),
         ("HELLO\nWORLD", "Hello World", 1.0),
+        ("TEA", "TEA\nTIME", 3 / 7),
+        ("WORLDHELLO", "Hello World", 0.2),  # lines in another order hardly count
+        ("ＴＥＡ", "TEA", 0.0),  # nor wide letters
     ],
 )
 def test_rewards_of_texts(recognised, target, reward):
@@ -141,8 +154,6 @@ def test_drawn_words_are_read(words):
 
 @pytest.mark.slow
 def test_lines_of_a_page_are_found_and_read_also_slanted(words):
-    from pathlib import Path
-
     import matplotlib
     from PIL import Image, ImageDraw, ImageFont
 
@@ -155,3 +166,36 @@ def test_lines_of_a_page_are_found_and_read_also_slanted(words):
     scores = rewards.score("ocr", rewards.load("ocr"), images, ['a poster "Good morning world"'] * 3, [{}] * 3)
     np.testing.assert_array_equal(scores.value, [1.0, 1.0, 0.0])
     assert scores.valid.all()
+
+
+@pytest.mark.slow
+def test_rotated_words_are_found_up_to_half_a_right_angle():
+    sys.path.insert(0, str(BENCHMARKS))
+    import ocr as benchmark
+
+    words, angles = ["LANTERN", "Meadow", "violin"], (5, 20, 45, 90, 180)
+    images = np.stack([benchmark.draw(word, 256, angle=angle) for angle in angles for word in words])
+    prompts = [f'a sign "{word}"' for _ in angles for word in words]
+    scores = rewards.score("ocr", rewards.load("ocr"), images, prompts, [{}] * len(prompts))
+    assert scores.valid.all()
+    means = dict(zip(angles, scores.value.reshape(len(angles), -1).mean(1)))
+    assert min(means[5], means[20], means[45]) == 1.0
+    assert max(means[90], means[180]) < 1.0  # no classifier of orientation, as in Flow-GRPO
+
+
+@pytest.mark.slow
+def test_the_benchmark_of_both_ways_of_reading(tmp_path):
+    pytest.importorskip("rapidocr", reason="the extra `ocr` is not installed")
+    script = [sys.executable, str(BENCHMARKS / "ocr.py"), "--quick", "--json", str(tmp_path / "ocr.json")]
+    subprocess.run(script, check=True, capture_output=True)
+    quick, quoted = (json.loads(path.read_text()) for path in (tmp_path / "ocr.json", BENCHMARKS.parent / "docs" / "ocr.json"))
+    assert quick["kinds"].keys() == quoted["kinds"].keys()
+    for row in quick["kinds"].values():
+        assert row["line"]["ms"] < row["page"]["ms"] / 5
+
+
+def test_the_page_quotes_the_committed_measurement():
+    page = (BENCHMARKS.parent / "docs" / "rewards.md").read_text()
+    for kind, row in json.loads((BENCHMARKS.parent / "docs" / "ocr.json").read_text())["kinds"].items():
+        cells = [f"{part['reward']:.2f} | {part['right']:.2f} | {part['ms']:.0f}" for part in row.values()]
+        assert f"| {kind} | {' | '.join(cells)} |" in page
