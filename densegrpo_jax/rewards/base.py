@@ -100,10 +100,10 @@ def score_parts(
 
     Args:
       scorers: rewards by name.
-      parts: (rows [n], images uint8 [n, H, W, 3], finite [n]), where rows are places in `prompts`; each row comes in one part.
+      parts: (rows [n], images uint8 [n, H, W, 3], finite [n]), where rows are places in the result; all parts together hold 0 .. N - 1.
         Arrays of a device that are still being computed are waited for where they are needed.
-      prompts: N texts.
-      metadata: N dicts.
+      prompts: M texts, which row r takes at r mod M: the same for each level of a batch.
+      metadata: M dicts.
       overlap: False scores each part of host rewards before the next one is asked for; for comparison.
 
     Returns:
@@ -119,6 +119,9 @@ def score_parts(
     running: dict[str, list[tuple[Any, Future]]] = {name: [] for name in on_host}
     kept = []
 
+    def of(entries: Sequence, rows: np.ndarray) -> list:
+        return [entries[row % len(entries)] for row in rows]
+
     def timed(name: str, call: Callable, *args: Any) -> None:
         began = time.perf_counter()
         found[name].append(call(*args))
@@ -132,7 +135,7 @@ def score_parts(
 
     try:
         for rows, images, finite in parts:
-            texts, extra = [prompts[i] for i in rows], [metadata[i] for i in rows]
+            texts, extra = of(prompts, rows), of(metadata, rows)
             kept.append((rows, images, finite))
             for name, reward in on_host.items():
                 if overlap:
@@ -142,13 +145,13 @@ def score_parts(
                     np.asarray(finite)
                     timed(name, score, name, reward, images, texts, extra)
         rows, finite = (np.concatenate([np.asarray(part[i]) for part in kept]) for i in (0, 2))
-        if not np.array_equal(np.sort(rows), np.arange(len(prompts))):
-            raise ValueError(f"the parts hold {len(rows)} rows, which must be each of the {len(prompts)} prompts once")
+        if not np.array_equal(np.sort(rows), np.arange(len(rows))) or len(rows) % len(prompts):
+            raise ValueError(f"{len(rows)} rows: the parts must hold each of 0 .. N - 1 once, N a multiple of the {len(prompts)} prompts")
         images = kept[0][1] if len(kept) == 1 else None
         for name in (name for name in scorers if name not in on_host):
             if images is None:
                 images = np.concatenate([np.asarray(part[1]) for part in kept])
-            timed(name, score, name, scorers[name], images, [prompts[i] for i in rows], [metadata[i] for i in rows])
+            timed(name, score, name, scorers[name], images, of(prompts, rows), of(metadata, rows))
         for name in on_host:
             gather(name, 0)
     finally:

@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,7 @@ from densegrpo_jax.objective import guard_weights, step_metrics, tempflow_weight
 from densegrpo_jax.policy import Policy
 from densegrpo_jax.prompts import PromptSet
 from densegrpo_jax.rewards import Reward, Scores
+from densegrpo_jax.rewards.health import complaints, step_health
 from densegrpo_jax.train import checkpoint, metrics, phases, psi, report
 from densegrpo_jax.train import state as states
 
@@ -61,7 +63,8 @@ def _run(config: Config, credit_method: Callable | None, extra_rewards: dict[str
     train_prompts, held_out = prompt_lists.load(config.prompts.train), prompt_lists.load(config.prompts.evaluation)
     _report_truncation(policy, [*train_prompts.texts, *held_out.texts])
     weights = reward_weights(config)
-    scorers = {name: extra_rewards.get(name) or rewards.load(name) for name in (*weights, *config.evaluation.witnesses)}
+    names = (*weights, *config.evaluation.witnesses)
+    scorers = {name: extra_rewards.get(name) or rewards.load(name, config.reward_server) for name in names}
 
     # ---------------------------------------------------------------------------------------------------- state, or resume
     workdir = config.run.workdir
@@ -88,6 +91,7 @@ def _run(config: Config, credit_method: Callable | None, extra_rewards: dict[str
 
     if start == 0 and config.evaluation.every:
         evaluate(None, 0)
+    complained: set[tuple[str, str]] = set()  # what is wrong with which reward
     recent: list[float] = []  # seconds of the last steps
     bar = tqdm(total=config.run.steps, initial=start, disable=not metrics.is_terminal(), unit="step", dynamic_ncols=True)
     # ------------------------------------------------------------------------------------------------------------- the loop
@@ -97,23 +101,26 @@ def _run(config: Config, credit_method: Callable | None, extra_rewards: dict[str
         chosen = prompt_lists.of_step(len(train_prompts.texts), config.prompts.per_step, config.run.seed, step)
         cond = policy.encode([train_prompts.texts[i] for i in chosen])
 
-        # trajectories, and a clean latent for every level of each
+        # trajectories with a clean latent for every level of each, images of those, and a reward for each image
         if tables.trained.tobytes() not in samplers:
             samplers[tables.trained.tobytes()] = phases.make_sample(config, policy, tables)
-        trajectory, clean = samplers[tables.trained.tobytes()](
-            policy.params, state.trained, cond, uncond, jnp.int32(step), ids, start_ids
-        )
-
-        # images, and a reward for each
+        sample = partial(samplers[tables.trained.tobytes()], policy.params, state.trained, cond, uncond, jnp.int32(step))
         members = [chosen[g] for g in groups]
-        scored = _score(policy, decode, {n: scorers[n] for n in weights}, train_prompts, members, clean)
+        trajectory, clean, (scored, wait), pixels = _sample_and_score(
+            config, policy, sample, decode, {n: scorers[n] for n in weights}, train_prompts, members, ids, start_ids
+        )
         total = rewards.weighted_sum(scored, weights)
 
         # gains and advantages
-        levels, baseline = _by_level(total, tables, len(groups))
+        levels, _ = _by_level(total, tables, len(groups))
+        optimised = total
+        if config.credit.reward_normalization == "group":
+            of_image = np.tile(groups, len(clean))
+            optimised = rewards.weighted_sum({n: rewards.normalized_in_groups(s, of_image) for n, s in scored.items()}, weights)
+        at_levels, baseline = _by_level(optimised, tables, len(groups))
         options = {} if credit_method else _credit_options(config, trajectory, baseline)
         result = credit.advantages(
-            credit_method or config.credit.method, levels.value, groups, valid=levels.valid, over=config.credit.over,
+            credit_method or config.credit.method, at_levels.value, groups, valid=at_levels.valid, over=config.credit.over,
             std=config.credit.std, eps=config.credit.eps, clip=config.credit.clip, **options,
         )  # fmt: skip
 
@@ -135,7 +142,13 @@ def _run(config: Config, credit_method: Callable | None, extra_rewards: dict[str
 
         # what happened
         record = _record(config, step, tables, total, scored, levels, result, groups, updates, order, time.perf_counter() - began)
-        record["images"] = _image_statistics(clean[-1])
+        record["images"] = _image_statistics(clean[-1]) | pixels
+        record["reward_health"] = step_health(rewards.Scored(scored, wait), record["seconds"])
+        record["reward_wait"] = sum(wait.values()) / record["seconds"]
+        wrong = complaints(record["reward_health"])
+        for line in (line for kind, line in wrong.items() if kind not in complained):  # once, not at every step
+            bar.write(f"warning: step {step + 1}: {line}")
+        complained = set(wrong)
         if "gains" in record:
             quiet = record["gains"]["quiet"] = metrics.quiet(quiet, record["gains"], tables.trained)
         metrics.append(log, record)
@@ -180,17 +193,50 @@ def _averaged(config: Config, state: states.TrainState):
 # ---------------------------------------------------------------------------------------------------------------- one step
 
 
+def _sample_and_score(config: Config, policy: Policy, sample, decode, scorers, prompts: PromptSet, members: list[int], ids, start_ids):
+    """Trajectories, clean latents [L, B, ...], their scores, and statistics of the final images.
+
+    Where a reward runs on the host this goes in pieces of `sampling.chunk` trajectories: it scores one while the next is sampled.
+    """
+    batch, chunk = len(members), config.sampling.chunk
+    on_host = any(hasattr(reward, "workers") for reward in scorers.values())
+    chunk = chunk if on_host and chunk and batch % chunk == 0 else batch
+    pieces, seen = [], []
+
+    def sampled():
+        for start in range(0, batch, chunk):
+            pieces.append(sample(ids[start : start + chunk], start_ids[start : start + chunk]))
+            yield np.arange(start, start + chunk), pieces[-1][1]
+
+    size_of = partial(phases.decode_size, config) if on_host else int
+    scored = _score_pieces(policy, decode, scorers, prompts, members, sampled(), size_of, seen)
+    trajectory, clean = pieces[0] if len(pieces) == 1 else phases.join(pieces)
+    return trajectory, clean, scored, _pixel_statistics(seen, len(clean), batch)
+
+
 def _score(policy: Policy, decode, scorers: dict[str, Reward], prompts: PromptSet, members: list[int], clean) -> dict[str, Scores]:
     """Scores of clean latents [L, B, ...], flattened to [L * B], of every reward. Images that are not finite are not valid."""
-    rows, batch = clean.shape[:2]
-    images, finite = decode(policy.params, clean.reshape(rows * batch, *clean.shape[2:]))
-    finite = np.asarray(finite)
-    texts, metadata = [prompts.texts[i] for i in members] * rows, [prompts.metadata[i] for i in members] * rows
-    result = {}
-    for name, reward in scorers.items():
-        s = rewards.score(name, reward, images, texts, metadata)
-        result[name] = Scores(np.where(finite, s.value, 0.0), s.valid & finite)
-    return result
+    return _score_pieces(policy, decode, scorers, prompts, members, [(np.arange(len(members)), clean)], int, []).scores
+
+
+def _score_pieces(policy: Policy, decode, scorers, prompts: PromptSet, members: list[int], pieces, size_of, seen: list) -> rewards.Scored:
+    """Scores of clean latents that come as pieces (places in the batch [b], latents [L, b, ...]), in the order [L * B].
+
+    `size_of` says, of so many images of a piece, how many are decoded and scored together; `seen` receives statistics of each image.
+    """
+    texts, metadata, batch = [prompts.texts[i] for i in members], [prompts.metadata[i] for i in members], len(members)
+
+    def images():
+        for places, clean in pieces:
+            rows = (np.arange(len(clean))[:, None] * batch + places).ravel()
+            latents, size = clean.reshape(-1, *clean.shape[2:]), size_of(len(rows))
+            for start in range(0, len(rows), size):
+                part = latents if size == len(rows) else jax.lax.dynamic_slice_in_dim(latents, start, size)
+                pixels, finite = decode(policy.params, part)
+                seen.append((rows[start : start + size], _pixels(pixels)))
+                yield rows[start : start + size], pixels, finite
+
+    return rewards.score_parts(scorers, images(), texts, metadata)
 
 
 def _by_level(total: Scores, tables: phases.Sampler, batch: int) -> tuple[Scores, np.ndarray | None]:
@@ -238,6 +284,12 @@ def _step_weights(config: Config, tables: phases.Sampler) -> np.ndarray:
     return weights
 
 
+def _mean_valid(scores: Scores, batch: int) -> float:
+    """Mean of the final images' scores, of those that there are."""
+    value, valid = scores.value[-batch:], scores.valid[-batch:]
+    return value[valid].mean() if valid.any() else float("nan")
+
+
 def _record(config, step, tables, total, scored, levels, result, groups, updates, order, seconds) -> dict:
     """The metrics of one training step, as written to metrics.jsonl."""
     trained = np.flatnonzero(tables.trained)
@@ -253,7 +305,7 @@ def _record(config, step, tables, total, scored, levels, result, groups, updates
         "reward": end.mean() if end.size else float("nan"),
         "reward_std_in_group": float(np.mean(spread)),
         "equal_groups": float(np.mean(np.array(spread) == 0.0)),
-        "rewards": {name: s.value.reshape(-1, batch)[-1].mean() for name, s in scored.items()},
+        "rewards": {name: _mean_valid(s, batch) for name, s in scored.items()},
         "masked": int((~total.valid).sum()),
         "level_reward": np.where(levels.valid.any(1), levels.value.sum(1) / np.maximum(levels.valid.sum(1), 1), np.nan),
         "trained": trained,
@@ -269,6 +321,19 @@ def _record(config, step, tables, total, scored, levels, result, groups, updates
         gains = np.diff(np.where(levels.valid, levels.value, np.nan), axis=0)
         record["gains"] = credit.gain_balance(gains, groups)
     return record
+
+
+@jax.jit
+def _pixels(images: jax.Array) -> jax.Array:
+    """Mean and standard deviation of each image [N, 2], of values in [0, 1]."""
+    x = images.astype(jnp.float32) / 255.0
+    return jnp.stack([jnp.mean(x, (1, 2, 3)), jnp.std(x, (1, 2, 3))], axis=1)
+
+
+def _pixel_statistics(seen: list, rows: int, batch: int) -> dict[str, float]:
+    """Means over the final images: drift of brightness and contrast that a reward does not see."""
+    final = np.concatenate([np.asarray(pixels)[places >= (rows - 1) * batch] for places, pixels in seen])
+    return dict(zip(("brightness", "contrast"), final.mean(0).tolist()))
 
 
 @jax.jit

@@ -119,9 +119,9 @@ def sampler(config: Config, sigmas: np.ndarray, shift: float, step: int) -> Samp
 
 
 def make_sample(config: Config, policy: Policy, tables: Sampler) -> Callable:
-    """(params, trained, cond [P, ...], uncond, step, ids [B], start_ids [B]) -> Trajectory, clean latents [branches + 1, B, ...].
+    """(params, trained, cond [P, ...], uncond, step, ids [b], start_ids [b]) -> Trajectory, clean latents [branches + 1, b, ...].
 
-    The last clean latent is the trajectory's own end.
+    `ids` are those of the step's trajectories, or some of them. The last clean latent is the trajectory's own end.
     """
 
     @jax.jit
@@ -129,7 +129,7 @@ def make_sample(config: Config, policy: Policy, tables: Sampler) -> Callable:
         key = jax.random.key(config.run.seed)
         x = flow.initial_noise(key, step, start_ids, policy.shape)
         noise = flow.step_noise(key, step, ids, config.sampling.num_steps, policy.shape)
-        rows = jax.tree.map(lambda leaf: jnp.repeat(leaf, config.prompts.group_size, axis=0), cond)
+        rows = jax.tree.map(lambda leaf: leaf[ids // config.prompts.group_size], cond)
         velocity = policy.velocity(params, trained, uncond)
         if tables.scheme:
             trajectory, clean = flow.rollout_and_complete(
@@ -143,6 +143,15 @@ def make_sample(config: Config, policy: Policy, tables: Sampler) -> Callable:
     return sample
 
 
+@jax.jit
+def join(pieces: list[tuple[flow.Trajectory, jax.Array]]) -> tuple[flow.Trajectory, jax.Array]:
+    """Trajectories and clean latents that were sampled in pieces, along their axis of trajectories."""
+    trajectories, clean = zip(*pieces)
+    leaves = {name: [getattr(t, name) for t in trajectories] for name in flow.Trajectory._fields if name != "sigmas"}
+    joined = {name: jnp.concatenate(parts, axis=1) for name, parts in leaves.items()}
+    return flow.Trajectory(sigmas=trajectories[0].sigmas, **joined), jnp.concatenate(clean, axis=1)
+
+
 def make_decode(config: Config, policy: Policy) -> Callable:
     """(params, latents [N, ...]) -> uint8 images [N, H, W, 3], and which are finite [N]."""
 
@@ -153,11 +162,14 @@ def make_decode(config: Config, policy: Policy) -> Callable:
             finite = jnp.all(jnp.isfinite(images), axis=(1, 2, 3))
             return jnp.round(jnp.where(finite[:, None, None, None], images, 0.0) * 255.0).astype(jnp.uint8), finite
 
-        count, size = latents.shape[0], min(config.sampling.decode_chunk, latents.shape[0])
-        size = max(d for d in range(1, size + 1) if count % d == 0)
-        return in_chunks(some, size, (0,), (0, 0))(latents)
+        return in_chunks(some, decode_size(config, latents.shape[0]), (0,), (0, 0))(latents)
 
     return decode
+
+
+def decode_size(config: Config, count: int) -> int:
+    """Of `count` images, how many are decoded at a time: the largest divisor that is at most `sampling.decode_chunk`."""
+    return max(d for d in range(1, min(config.sampling.decode_chunk, count) + 1) if count % d == 0)
 
 
 def make_generate(config: Config, policy: Policy, sigmas: np.ndarray) -> Callable:

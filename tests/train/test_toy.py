@@ -1,6 +1,7 @@
 """The thin slice through all floors: the trainer on the 8x8 toy, as a user runs it."""
 
 import dataclasses
+import functools
 import json
 import re
 from pathlib import Path
@@ -37,7 +38,7 @@ def steps(workdir):
 
 
 def without_clock(record):
-    return {k: v for k, v in record.items() if k not in ("seconds", "images_per_second")}
+    return {k: v for k, v in record.items() if k not in ("seconds", "images_per_second", "reward_health", "reward_wait")}
 
 
 def test_reward_rises_steeply(tmp_path):
@@ -177,6 +178,49 @@ def test_failed_scores_are_masked_and_counted(tmp_path):
     for record in steps(tmp_path):
         assert record["masked"] == -(-96 * 11 // 7)
         assert 0.4 < record["reward"] < 0.9  # failed scores are not zeros in the mean
+
+
+def test_host_rewards_score_while_sampling_goes_on_with_the_same_result(tmp_path, monkeypatch):
+    from densegrpo_jax import rewards
+    from densegrpo_jax.rewards.base import host
+    from densegrpo_jax.scenes import toy
+
+    calls = []
+
+    def spot(images, prompts, metadata):
+        calls.append(len(images))
+        return toy.spot_reward(images, prompts)
+
+    settings = {"run": {"steps": 1}, "rewards": ("spot",), "sampling": {"chunk": 24, "decode_chunk": 200}}
+    train(config(tmp_path / "overlapped", **settings), extra_rewards={"spot": host(spot, 2)})
+    assert calls == [132] * 8  # four chunks, each 24 x 11 images in two parts
+    train(config(tmp_path / "whole", **settings), extra_rewards={"spot": spot})
+    monkeypatch.setattr(rewards, "score_parts", functools.partial(rewards.score_parts, overlap=False))
+    train(config(tmp_path / "in_turn", **settings), extra_rewards={"spot": host(spot, 2)})
+    overlapped, whole, in_turn = (steps(tmp_path / name) for name in ("overlapped", "whole", "in_turn"))
+    assert [without_clock(r) for r in overlapped] == [without_clock(r) for r in in_turn]
+    assert overlapped[0]["reward"] == pytest.approx(whole[0]["reward"], abs=1e-5)
+    assert all(0.0 < r["reward_wait"] < 1.0 and 0.0 < r["images"]["brightness"] < 1.0 for r in overlapped)
+
+
+def test_what_is_wrong_with_a_reward_is_named_once_and_counted_at_every_step(tmp_path, capsys):
+    train(config(tmp_path, rewards=("flat",)), extra_rewards={"flat": lambda images, prompts, metadata: np.full(len(images), 0.5)})
+    assert [r["reward_health"]["flat"]["constant"] for r in steps(tmp_path)] == [1, 1]
+    assert capsys.readouterr().out.count("reward 'flat': all 1056 of 1056 scores are equal") == 1
+
+
+def test_normalised_rewards_do_not_count_for_their_units(tmp_path):
+    def corner(images, prompts, metadata):
+        return np.asarray(images, np.float64)[:, 0, 0, 0]
+
+    records = {}
+    settings = {"rewards": ("toy_spot", "corner=-1"), "credit": {"reward_normalization": "group"}, "run": {"steps": 1}}
+    for scale in (1.0, 100.0):
+        workdir, rewards = tmp_path / str(scale), {"corner": lambda *args, s=scale: s * corner(*args)}
+        train(config(workdir, **settings), extra_rewards=rewards)
+        records[scale] = steps(workdir)[0]
+    assert records[1.0]["advantage_abs"] == pytest.approx(records[100.0]["advantage_abs"], abs=1e-6)
+    assert records[1.0]["reward"] != records[100.0]["reward"]  # what is shown stays in the rewards' own units
 
 
 def test_a_reward_of_the_wrong_length_is_named(tmp_path):
