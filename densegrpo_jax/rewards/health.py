@@ -5,6 +5,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from densegrpo_jax.config import reward_name
 from densegrpo_jax.rewards.base import Scored
 
 SLOW = 0.5  # share of a step that is spent waiting for one reward
@@ -109,11 +110,12 @@ def alarms(evaluations: Sequence[Mapping[str, Any]], optimised: Sequence[str]) -
     Args:
       evaluations: records of evaluation.jsonl in their order, of the same prompts: "done", "prompt" [N], "total" [N] and "rewards", a
         dict of [N].
-      optimised: names of the rewards that are trained on; all others are witnesses.
+      optimised: the run's `rewards`, which are trained on; all others are witnesses.
 
     Returns:
       At most one alarm a witness.
     """
+    optimised = {reward_name(entry) for entry in optimised}
     comparable = [record for record in evaluations if list(record["prompt"]) == list(evaluations[-1]["prompt"])]
     found = []
     for name in (name for name in (comparable[-1]["rewards"] if comparable else ()) if name not in optimised):

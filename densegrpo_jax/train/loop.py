@@ -22,7 +22,7 @@ from tqdm import tqdm
 from densegrpo_jax import credit, rewards
 from densegrpo_jax import policy as policies
 from densegrpo_jax import prompts as prompt_lists
-from densegrpo_jax.config import Config, batch_size, check, micro_batch, reward_weights
+from densegrpo_jax.config import Config, batch_size, check, micro_batch, reward_sources, reward_weights
 from densegrpo_jax.flow import Cost, cost
 from densegrpo_jax.objective import guard_weights, step_metrics, tempflow_weights
 from densegrpo_jax.policy import Policy
@@ -63,8 +63,8 @@ def _run(config: Config, credit_method: Callable | None, extra_rewards: dict[str
     train_prompts, held_out = prompt_lists.load(config.prompts.train), prompt_lists.load(config.prompts.evaluation)
     _report_truncation(policy, [*train_prompts.texts, *held_out.texts])
     weights = reward_weights(config)
-    names = (*weights, *config.evaluation.witnesses)
-    scorers = {name: extra_rewards.get(name) or rewards.load(name, config.reward_server) for name in names}
+    sources = reward_sources(config)
+    scorers = {name: extra_rewards.get(name) or rewards.load(sources[name], config.reward_server) for name in sources}
 
     # ---------------------------------------------------------------------------------------------------- state, or resume
     workdir = config.run.workdir

@@ -74,7 +74,7 @@ def test_what_is_no_alarm():
     assert falls((0.0, 0.0), (0.5, 0.4)) == []  # both rise
     assert falls((0.0, 0.0), (-0.5, -0.4)) == []  # both fall: that is bad, but no hacking
     assert falls((0.0, 0.0), (0.5, 0.0), (0.5, 0.0)) == []  # noise
-    assert falls((0.0, 0.0), (0.5, -0.4), optimised=("ocr", "pickscore")) == []  # no witness
+    assert falls((0.0, 0.0), (0.5, -0.4), optimised=("ocr@http://host:1=0.5", "pickscore=2")) == []  # no witness
 
 
 def test_missing_scores_are_left_out_and_other_prompts_not_compared():
