@@ -23,7 +23,7 @@ from densegrpo_jax import __version__, flow, rewards
 from densegrpo_jax import config as configs
 from densegrpo_jax import policy as policies
 from densegrpo_jax import prompts as prompt_lists
-from densegrpo_jax.config import Config, Credit, batch_size, reward_weights
+from densegrpo_jax.config import Config, Credit, batch_size, reward_sources, reward_weights
 from densegrpo_jax.flow import calibration
 from densegrpo_jax.flow.calibration import Rule, Signs
 from densegrpo_jax.policy import Policy
@@ -157,8 +157,8 @@ def setting(config: Config, extra_rewards: dict[str, Reward] | None = None, also
     sigmas = policies.sigmas(config, policy, config.sampling.num_steps)
     tables = phases.sampler(config, sigmas, policies.shift(config, policy), step=0)
     prompts = prompt_lists.load(config.prompts.train)
-    names = dict.fromkeys((*reward_weights(config), *also))
-    scorers = {name: (extra_rewards or {}).get(name) or rewards.load(name) for name in names}
+    names, sources = dict.fromkeys((*reward_weights(config), *also)), reward_sources(config)
+    scorers = {n: (extra_rewards or {}).get(n) or rewards.load(sources.get(n, n), config.reward_server) for n in names}
     trained = None if config.adapter.start is None else policy.start()
     return Setting(config, policy, trained, tables, prompts, scorers)
 

@@ -233,6 +233,16 @@ def batch_size(config: Config) -> int:
     return config.prompts.per_step * config.prompts.group_size
 
 
+def reward_name(entry: str) -> str:
+    """The name in an entry of `rewards` or `evaluation.witnesses`: without weight and server."""
+    return entry.partition("=")[0].partition("@http")[0]
+
+
+def reward_sources(config: Config) -> dict[str, str]:
+    """Rewards and witnesses: name -> what `rewards.load` takes, with the server if there is one."""
+    return {reward_name(entry): entry.partition("=")[0] for entry in (*config.evaluation.witnesses, *config.rewards)}
+
+
 def reward_weights(config: Config) -> dict[str, float]:
     """The rewards by name with their weights.
 
@@ -241,7 +251,7 @@ def reward_weights(config: Config) -> dict[str, float]:
     """
     weights = {}
     for entry in config.rewards:
-        name, _, weight = entry.partition("=")
+        name, weight = reward_name(entry), entry.partition("=")[2]
         try:
             weights[name] = float(weight) if weight else 1.0
         except ValueError:

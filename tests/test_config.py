@@ -55,3 +55,20 @@ def test_configs_are_frozen_and_become_json():
     with pytest.raises(dataclasses.FrozenInstanceError):
         config.run.seed = 1
     assert configs.to_json(config)["run"]["workdir"] == "runs/default"
+
+
+def test_rewards_on_servers_go_by_their_names():
+    config = Config(
+        rewards=("geneval@http://a:1,https://b:2=0.5", "pickscore:org/model"), evaluation=configs.Evaluation(witnesses=("ocr@http://c:3",))
+    )
+    assert configs.reward_weights(config) == {"geneval": 0.5, "pickscore:org/model": 1.0}
+    sources = {"geneval": "geneval@http://a:1,https://b:2", "pickscore:org/model": "pickscore:org/model", "ocr": "ocr@http://c:3"}
+    assert configs.reward_sources(config) == sources
+    with pytest.raises(ValueError, match="each once"):
+        configs.reward_weights(Config(rewards=("geneval@http://a:1", "geneval")))
+
+
+@pytest.mark.parametrize(("field", "value"), [("timeout", 0.0), ("attempts", 0), ("batch", 0)])
+def test_bounds_of_reward_servers_are_checked(field, value):
+    with pytest.raises(ValueError, match=f"reward_server.{field} = {value}"):
+        configs.check(Config(reward_server=configs.RewardServer(**{field: value})), 9)

@@ -64,7 +64,7 @@ def _fixed_fields(values: dict) -> dict:
     for section, fields in values.items():
         if section not in FREE_TO_CHANGE:
             flat |= {f"{section}.{name}": v for name, v in fields.items()} if isinstance(fields, dict) else {section: fields}
-    flat["rewards"] = [re.sub("@[^=]*", "@", entry) for entry in values["rewards"]]
+    flat["rewards"] = [re.sub("@http[^=]*", "", entry) for entry in values["rewards"]]
     return flat
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 from PIL import Image
 
+from densegrpo_jax.config import reward_name
 from densegrpo_jax.train import metrics
 
 INK, ACCENT, GOOD, BAD, SOFT = "#1f2933", "#3867d6", "#20bf6b", "#eb3b5a", "#cbd2d9"
@@ -172,7 +173,7 @@ def _rewards(steps, evaluations, config) -> str:
         axis.axhline(0.0, color=SOFT, lw=1)
         axis.fill_between(done, mean - 2 * error, mean + 2 * error, color=ACCENT, alpha=0.15)
         axis.plot(done, mean, "o-", color=ACCENT)
-        axis.set_title(f"{name}: held-out, paired with the base" + ("" if name in config["rewards"] else " (witness)"))
+        axis.set_title(f"{name}: held-out, paired with the base" + ("" if name in map(reward_name, config["rewards"]) else " (witness)"))
     for axis in axes:
         axis.set_xlabel("training step")
     return _svg(figure) + "<p class=note>Bands are two standard errors, clustered by prompt.</p>"
