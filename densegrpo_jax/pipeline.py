@@ -9,86 +9,21 @@ import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from densegrpo_jax.flow.grid import sd3_sigmas
+from densegrpo_jax.families import FAMILIES, Conditioning, Configs, DynamicShift
+from densegrpo_jax.flow.grid import flux_shift
 from densegrpo_jax.flow.rollout import in_chunks
-from densegrpo_jax.models import clip, sd3, t5, vae
+from densegrpo_jax.models import t5, vae
 from densegrpo_jax.models.source import Source
 from densegrpo_jax.models.weights import COMPONENTS, TOKENIZERS, find_folder, open_weights, read_json, read_params
 
 MAX_T5_LENGTH = 512  # T5's training length, diffusers' limit too
-
-
-class Network(NamedTuple):
-    """How a component of a model folder is read.
-
-    Attributes:
-      config: dataclass with `from_json`.
-      init: (key, config) -> random parameters; evaluated for shapes only.
-      name_table: config -> where each parameter is found.
-      tied, ignored: see `weights.read_params`.
-      required: whether a folder may leave the component out.
-    """
-
-    config: Any
-    init: Callable[[jax.Array, Any], dict]
-    name_table: Callable[[Any], dict[str, Source]]
-    tied: Mapping[str, str] = MappingProxyType({})
-    ignored: tuple[str, ...] = ()
-    required: bool = True
-
-
-def _init_transformer(key: jax.Array, config: sd3.SD3Config) -> dict:
-    p = config.patch_size
-    arrays = (1, p, p, config.in_channels), (1,), (1, 1, config.joint_attention_dim), (1, config.pooled_projection_dim)
-    return sd3.SD3Transformer(config).init(key, *map(jnp.zeros, arrays))["params"]
-
-
-def _init_clip(key: jax.Array, config: clip.CLIPTextConfig) -> dict:
-    return clip.CLIPText(config).init(key, jnp.zeros((1, 1), jnp.int32))["params"]
-
-
-def _init_t5(key: jax.Array, config: t5.T5Config) -> dict:
-    return t5.T5Encoder(config).init(key, jnp.zeros((1, 1), jnp.int32))["params"]
-
-
-CLIP = Network(clip.CLIPTextConfig, _init_clip, clip.name_table, ignored=clip.IGNORED)
-
-# The one place that knows which networks a kind of folder has.
-FAMILIES: dict[str, dict[str, Network]] = {
-    "StableDiffusion3Pipeline": {
-        "transformer": Network(sd3.SD3Config, _init_transformer, sd3.name_table),
-        "vae": Network(vae.VAEConfig, vae.init, vae.name_table),
-        "text_encoder": CLIP,
-        "text_encoder_2": CLIP,
-        "text_encoder_3": Network(t5.T5Config, _init_t5, t5.name_table, tied=t5.TIED, required=False),
-    }
-}
-
-
-class Configs(NamedTuple):
-    """What a folder says about its model; hashable, so it may be a static argument of a jitted function.
-
-    Attributes:
-      family: class name in model_index.json.
-      shift: of the noise schedule.
-      transformer, vae, text_encoder, text_encoder_2, text_encoder_3: config of each component; None where a folder has none.
-    """
-
-    family: str
-    shift: float
-    transformer: Any
-    vae: Any
-    text_encoder: Any
-    text_encoder_2: Any = None
-    text_encoder_3: Any = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -108,13 +43,6 @@ class Pipeline:
     dtype: Any
 
 
-class Conditioning(NamedTuple):
-    """Encoded prompts: context [P, S, D] and pooled [P, E]."""
-
-    context: jax.Array
-    pooled: jax.Array
-
-
 # ---------------------------------------------------------------------------------------------------------------------
 # Loading
 
@@ -130,7 +58,7 @@ def read_configs(folder: Path) -> Configs:
     if family not in FAMILIES:
         raise ValueError(f"{folder / 'model_index.json'}: {family!r} is not supported; choose one of {', '.join(FAMILIES)}")
     networks = {}
-    for name, network in FAMILIES[family].items():
+    for name, network in FAMILIES[family].networks.items():
         if (index.get(name) or [None])[0] is None:
             if network.required:
                 raise ValueError(f"{folder / 'model_index.json'}: has no {name}, which {family} needs here")
@@ -140,31 +68,10 @@ def read_configs(folder: Path) -> Configs:
             networks[name] = network.config.from_json(read_json(path))
         except (ValueError, TypeError) as error:
             raise ValueError(f"{path}: {error}") from error
-    configs = Configs(family, _read_shift(folder / "scheduler" / "scheduler_config.json"), **networks)
-    _check_fit(folder, configs)
+    configs = Configs(family, _read_shift(folder / "scheduler" / "scheduler_config.json", FAMILIES[family].dynamic), **networks)
+    if misfits := FAMILIES[family].misfits(configs):
+        raise ValueError(f"{folder}: its components do not fit together: {'; '.join(misfits)}")
     return configs
-
-
-def _check_fit(folder: Path, configs: Configs) -> None:
-    """Refuses components that each are readable, but not made for each other."""
-    transformer, short = configs.transformer, (configs.text_encoder, configs.text_encoder_2)
-    if None in (encoder.projection_dim for encoder in short):
-        raise ValueError(f"{folder}: its CLIP encoders must have a projection (CLIPTextModelWithProjection)")
-    pairs = {
-        "the transformer's in_channels and out_channels": (transformer.in_channels, transformer.channels_out),
-        "the transformer's in_channels and the autoencoder's latent_channels": (transformer.in_channels, configs.vae.latent_channels),
-        "the transformer's pooled_projection_dim and the CLIP encoders' projections": (
-            transformer.pooled_projection_dim,
-            sum(encoder.projection_dim for encoder in short),
-        ),
-    }
-    if configs.text_encoder_3 is not None:
-        pairs["the transformer's joint_attention_dim and T5's d_model"] = (transformer.joint_attention_dim, configs.text_encoder_3.d_model)
-    for what, (first, second) in pairs.items():
-        if first != second:
-            raise ValueError(f"{folder}: its components do not fit together: {what} are {first} and {second}")
-    if (width := sum(encoder.hidden_size for encoder in short)) > transformer.joint_attention_dim:
-        raise ValueError(f"{folder}: the CLIP encoders' widths add to {width}, above joint_attention_dim {transformer.joint_attention_dim}")
 
 
 def components(configs: Configs) -> tuple[str, ...]:
@@ -172,12 +79,15 @@ def components(configs: Configs) -> tuple[str, ...]:
     return tuple(name for name in COMPONENTS if getattr(configs, name) is not None)
 
 
-def _read_shift(path: Path) -> float:
+def _read_shift(path: Path, dynamic: bool) -> float | DynamicShift:
+    """The shift that a scheduler's config asks for; a dynamic one only where the family may have it."""
     values = read_json(path)
+    dynamic = dynamic and bool(values.get("use_dynamic_shifting"))
     plain = {
         "_class_name": "FlowMatchEulerDiscreteScheduler",
         "num_train_timesteps": 1000,
-        "use_dynamic_shifting": False,
+        "use_dynamic_shifting": dynamic,
+        "time_shift_type": "exponential",
         "use_karras_sigmas": False,
         "use_exponential_sigmas": False,
         "use_beta_sigmas": False,
@@ -188,20 +98,29 @@ def _read_shift(path: Path) -> float:
     for field, value in plain.items():
         if (values.get(field) or value) != value:
             raise ValueError(f"{path}: {field} = {values[field]!r} is not supported, only {value!r}")
-    shift = values.get("shift", 1.0)
-    if isinstance(shift, bool) or not isinstance(shift, int | float) or not 0 < shift < float("inf"):
-        raise ValueError(f"{path}: shift = {shift!r} must be a positive number")
-    return float(shift)
+
+    def number(field: str, default: float) -> float:
+        value = values.get(field, default)
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < float("inf"):
+            raise ValueError(f"{path}: {field} = {value!r} must be a positive number")
+        return value
+
+    if not dynamic:
+        return float(number("shift", 1.0))
+    base, top = (number(f"{end}_image_seq_len", tokens) for end, tokens in (("base", 256), ("max", 4096)))
+    if base >= top:
+        raise ValueError(f"{path}: base_image_seq_len = {base} must be below max_image_seq_len = {top}")
+    return DynamicShift((base, float(number("base_shift", 0.5))), (top, float(number("max_shift", 1.15))))
 
 
 def name_table(configs: Configs, component: str) -> dict[str, Source]:
     """The name table of a component; see models/source.py."""
-    return FAMILIES[configs.family][component].name_table(getattr(configs, component))
+    return FAMILIES[configs.family].networks[component].name_table(getattr(configs, component))
 
 
 def abstract_params(configs: Configs, component: str) -> dict:
     """Shapes of a component's parameters, as a nested dict of `jax.ShapeDtypeStruct`."""
-    init = FAMILIES[configs.family][component].init
+    init = FAMILIES[configs.family].networks[component].init
     return jax.eval_shape(lambda key: init(key, getattr(configs, component)), jax.random.key(0))
 
 
@@ -237,9 +156,12 @@ def load(
     tokenizers = _read_tokenizers(folder, configs)
     params = {}
     for name in present if only is None else only:
-        network, shapes = FAMILIES[configs.family][name], abstract_params(configs, name)
+        network, shapes = FAMILIES[configs.family].networks[name], abstract_params(configs, name)
+        tensors = open_weights(folder / name, variant)
+        if network.prefix and not any(tensor.startswith(network.prefix) for tensor in tensors):
+            tensors = {network.prefix + tensor: stored for tensor, stored in tensors.items()}
         params[name] = read_params(
-            open_weights(folder / name, variant),
+            tensors,
             name_table(configs, name),
             shapes,
             jnp.float32 if name == "vae" else dtype,
@@ -254,8 +176,9 @@ def _read_tokenizers(folder: Path, configs: Configs) -> dict[str, Any]:
     from transformers import CLIPTokenizer, T5TokenizerFast
 
     tokenizers = {}
-    for name, encoder, cls in zip(TOKENIZERS, COMPONENTS[2:], (CLIPTokenizer, CLIPTokenizer, T5TokenizerFast)):
+    for name, encoder in zip(TOKENIZERS, COMPONENTS[2:]):
         if encoder in components(configs):
+            cls = T5TokenizerFast if _is_t5(configs, encoder) else CLIPTokenizer
             try:
                 tokenizers[name] = cls.from_pretrained(folder / name, local_files_only=True)
             except Exception as error:  # the tokenizers library raises bare Exception for what it cannot parse
@@ -272,6 +195,10 @@ def _read_tokenizers(folder: Path, configs: Configs) -> dict[str, Any]:
     return tokenizers
 
 
+def _is_t5(configs: Configs, encoder: str) -> bool:
+    return isinstance(getattr(configs, encoder), t5.T5Config)
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # Text
 
@@ -283,11 +210,10 @@ def encode_prompts(
     batch_size: int = 8,
     cache: dict[tuple[str, int], tuple[np.ndarray, np.ndarray]] | None = None,
 ) -> Conditioning:
-    """Encodes prompts as Stable Diffusion 3 does (Esser et al. 2024, section 4.1, and diffusers' pipeline).
+    """Encodes prompts as diffusers' pipeline of the folder's family does.
 
-    Context: the last but one hidden states of both CLIP encoders side by side, padded with zeros to T5's width, then T5's output
-    (zeros without T5). Pooled: the projected end-of-text states of both. Padding tokens are not masked, so the network sees
-    `max_sequence_length`: use one value in training, sampling and evaluation. The negative prompt is encoded like any other.
+    Padding tokens are not masked, so the network sees `max_sequence_length`: use one value in training, sampling and evaluation. The
+    negative prompt is encoded like any other.
 
     Args:
       pipe: with the text encoders' parameters.
@@ -297,7 +223,8 @@ def encode_prompts(
       cache: what was encoded before, used and extended; a prompt of SD3.5 takes 5 MB of host memory in float32.
 
     Returns:
-      Conditioning with context [P, L + max_sequence_length, D], L the length of CLIP's sequences, in the pipeline's dtype.
+      Conditioning in the pipeline's dtype, with context [P, L + max_sequence_length, D], L the length of CLIP's sequences (SD3), or
+      [P, max_sequence_length, D] (FLUX).
 
     Raises:
       ValueError: no prompts, a prompt that is not text, or a length out of range.
@@ -319,16 +246,7 @@ def encode_prompts(
 
 @partial(jax.jit, static_argnums=(0, 1, 2))
 def _encode(configs, dtype, max_sequence_length, params, ids):
-    short = [clip.CLIPText(getattr(configs, name), dtype).apply({"params": params[name]}, ids[name]) for name in COMPONENTS[2:4]]
-    hidden = jnp.concatenate([output.penultimate for output in short], axis=-1)  # [P, L, D of both]
-    pooled = jnp.concatenate([output.pooled for output in short], axis=-1)
-    width = configs.transformer.joint_attention_dim
-    if configs.text_encoder_3 is None:
-        long = jnp.zeros((hidden.shape[0], max_sequence_length, width), dtype)
-    else:
-        long = t5.T5Encoder(configs.text_encoder_3, dtype).apply({"params": params["text_encoder_3"]}, ids["text_encoder_3"])
-    hidden = jnp.pad(hidden, ((0, 0), (0, 0), (0, width - hidden.shape[-1])))
-    return Conditioning(jnp.concatenate([hidden, long], axis=1), pooled)
+    return FAMILIES[configs.family].text(configs, dtype, max_sequence_length, params, ids)
 
 
 def truncated(pipe: Pipeline, prompts: Sequence[str], max_sequence_length: int = 256) -> list[str]:
@@ -339,11 +257,12 @@ def truncated(pipe: Pipeline, prompts: Sequence[str], max_sequence_length: int =
     clip_length, lines = _clip_length(pipe, max_sequence_length), []
     for prompt in dict.fromkeys(prompts):
         for name, tokenizer in pipe.tokenizers.items():
-            limit = max_sequence_length if name == "tokenizer_3" else clip_length
+            long = _is_t5(pipe.configs, name.replace("tokenizer", "text_encoder"))
+            limit = max_sequence_length if long else clip_length
             ids = tokenizer(prompt).input_ids
             if len(ids) > limit:
                 lost = tokenizer.decode(ids[limit - 1 : -1])
-                encoder = "T5" if name == "tokenizer_3" else f"CLIP ({name})"
+                encoder = "T5" if long else f"CLIP ({name})"
                 lines.append(f"{encoder} sees {limit} of {len(ids)} tokens of {prompt!r}; lost: {lost!r}")
     return lines
 
@@ -359,9 +278,10 @@ def _tokenize(pipe: Pipeline, prompts: list[str], max_sequence_length: int) -> d
     """Token ids [P, L] for each text encoder, cut and padded."""
     ids = {}
     for name, tokenizer in pipe.tokenizers.items():
-        length = max_sequence_length if name == "tokenizer_3" else _clip_length(pipe, max_sequence_length)
+        encoder = name.replace("tokenizer", "text_encoder")
+        length = max_sequence_length if _is_t5(pipe.configs, encoder) else _clip_length(pipe, max_sequence_length)
         encoded = tokenizer(prompts, padding="max_length", max_length=length, truncation=True)
-        ids[name.replace("tokenizer", "text_encoder")] = np.asarray(encoded.input_ids, np.int32)
+        ids[encoder] = np.asarray(encoded.input_ids, np.int32)
     return ids
 
 
@@ -370,9 +290,39 @@ def _tokenize(pipe: Pipeline, prompts: list[str], max_sequence_length: int) -> d
 
 
 def network(configs: Configs, dtype: Any = jnp.float32, **options: Any) -> nn.Module:
-    """The transformer as a module that maps (latents, sigma, context, pooled) to the velocity; `options` are its attributes
-    (attention_impl, remat, scan_unroll, lora_scale)."""
-    return sd3.SD3Transformer(configs.transformer, dtype=dtype, **options)
+    """The transformer as a module that maps (latents, sigma, context, pooled) and, where it `embeds_guidance`, the guidance scale to the
+    velocity; `options` are its attributes (attention_impl, remat, scan_unroll, lora_scale)."""
+    return FAMILIES[configs.family].transformer(configs.transformer, dtype=dtype, **options)
+
+
+def needs_uncond(configs: Configs, guidance_scale: float) -> bool:
+    """Whether guidance of this scale takes an unconditional branch: not at scale 1, and not where the scale is an input of the network.
+
+    Raises:
+      ValueError: a scale other than 1 for a FLUX without that input, such as FLUX.1-schnell: its distillation left nothing to guide.
+    """
+    if FAMILIES[configs.family].unconditional:
+        return guidance_scale != 1.0
+    if guidance_scale != 1.0 and not configs.transformer.guidance_embeds:
+        raise ValueError(
+            f"guidance scale {guidance_scale:g}: this FLUX has no input for it (FLUX.1-schnell is distilled without guidance); use 1"
+        )
+    return False
+
+
+def default_guidance(configs: Configs) -> float:
+    """The guidance scale that the model is published with: 4.5 for Stable Diffusion 3, 3.5 for FLUX.1-dev, 1 for FLUX.1-schnell."""
+    if FAMILIES[configs.family].unconditional:
+        return 4.5
+    return 3.5 if configs.transformer.guidance_embeds else 1.0
+
+
+def few_steps(configs: Configs) -> bool:
+    """Whether the folder is of a network distilled to few steps: a FLUX without guidance input and on a fixed grid (FLUX.1-schnell).
+
+    Its velocity leads to a clean image in one go, but is not that of a flow, so that no score can be read from it.
+    """
+    return not (FAMILIES[configs.family].unconditional or configs.transformer.guidance_embeds or isinstance(configs.shift, DynamicShift))
 
 
 def velocity(
@@ -386,19 +336,25 @@ def velocity(
     """The guided velocity as a function of latents, noise level and conditioning, for `flow.rollout` and the losses.
 
     v = v_uncond + guidance_scale (v_cond - v_uncond) (Ho and Salimans 2022, arXiv 2207.12598, with the scale of diffusers). Both
-    branches go through the network in one call, stacked [B, 2, ...], so that a pair stays on the device of its trajectory.
+    branches go through the network in one call, stacked [B, 2, ...], so that a pair stays on the device of its trajectory. Where the
+    scale is an input of the network (FLUX.1-dev), there is one branch.
 
     Args:
       model: of `network`.
       params: the transformer's base weights.
       lora: adapter, or None for the base model.
       uncond: conditioning to lead away from, one for all [1, ...] or one per trajectory [B, ...]; None: v = v_cond, one branch.
-      guidance_scale: a number or a scalar array; of no effect without `uncond`.
+      guidance_scale: a number or a scalar array; of no effect without `uncond`, except as an input of the network.
       detach_uncond: let no gradient flow through v_uncond.
 
     Returns:
       velocity(x [B, h, w, C], sigma [B], cond with leading axis B) -> [B, h, w, C], float32.
+
+    Raises:
+      ValueError: `uncond` for a network whose input the scale is.
     """
+    if model.embeds_guidance and uncond is not None:
+        raise ValueError("the guidance scale is an input of this network, which has no unconditional branch: leave uncond out")
     variables = {"params": params} if lora is None else {"params": params, "lora": lora}
 
     def pair(first: jax.Array, second: jax.Array) -> jax.Array:  # [B, ...] twice -> [2B, ...], pairs adjacent
@@ -406,6 +362,8 @@ def velocity(
         return jnp.stack([first, second], axis=1).reshape(2 * second.shape[0], *second.shape[1:])
 
     def call(x: jax.Array, sigma: jax.Array, cond: Conditioning) -> jax.Array:
+        if model.embeds_guidance:
+            return model.apply(variables, x, sigma, *cond, jnp.full(x.shape[:1], guidance_scale, jnp.float32))
         if uncond is None:
             return model.apply(variables, x, sigma, *cond)
         v = model.apply(variables, pair(x, x), pair(sigma, sigma), *map(pair, uncond, cond))
@@ -417,9 +375,26 @@ def velocity(
     return call
 
 
-def sigmas(configs: Configs, num_steps: int) -> np.ndarray:
-    """The noise levels [num_steps + 1] of the folder's scheduler, as its FlowMatchEulerDiscreteScheduler in diffusers has them."""
-    return sd3_sigmas(num_steps, configs.shift)
+def shift(configs: Configs, shape: tuple[int, ...] | None = None) -> float:
+    """The shift of the folder's noise schedule.
+
+    Args:
+      configs: of the folder.
+      shape: of the latents (h, w, C), where the shift follows the number of image tokens (FLUX.1-dev).
+
+    Raises:
+      ValueError: no shape for such a schedule.
+    """
+    if not isinstance(configs.shift, DynamicShift):
+        return configs.shift
+    if shape is None:
+        raise ValueError(f"the noise schedule of this {configs.family} follows the size of the image: give the latents' shape")
+    return flux_shift(shape[0] * shape[1] // configs.transformer.token_side**2, *configs.shift)
+
+
+def sigmas(configs: Configs, num_steps: int, shape: tuple[int, ...] | None = None) -> np.ndarray:
+    """The noise levels [num_steps + 1] that diffusers' pipeline of the folder's family takes; `shape` as for `shift`."""
+    return FAMILIES[configs.family].grid(num_steps, shift(configs, shape))
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -438,13 +413,15 @@ def latent_shape(configs: Configs, height: int, width: int) -> tuple[int, int, i
       ValueError: a size that the model cannot make, with the nearest ones that it can.
     """
     transformer, factor = configs.transformer, configs.vae.downsampling
-    unit = factor * transformer.patch_size
-    top = transformer.pos_embed_max_size * unit
+    unit, longest = factor * transformer.token_side, transformer.longest_side
+    top = None if longest is None else longest * factor
     for name, side in (("height", height), ("width", width)):
-        if side % unit or not unit <= side <= top:
-            near = sorted({min(max(multiple, unit), top) for multiple in (side // unit * unit, -(-side // unit) * unit)})
-            raise ValueError(f"{name} = {side}: the model takes multiples of {unit} up to {top}; nearest: {' and '.join(map(str, near))}")
-    return height // factor, width // factor, transformer.in_channels
+        if side % unit or side < unit or (top and side > top):
+            near = {max(multiple, unit) for multiple in (side // unit * unit, -(-side // unit) * unit)}
+            near = " and ".join(str(n) for n in sorted({min(n, top) if top else n for n in near}))
+            up_to = f" up to {top}" if top else ""
+            raise ValueError(f"{name} = {side}: the model takes multiples of {unit}{up_to}; nearest: {near}")
+    return height // factor, width // factor, transformer.latent_channels
 
 
 def decode(configs: Configs, params: Mapping, latents: jax.Array, chunk: int | None = None) -> jax.Array:

@@ -13,6 +13,7 @@ from densegrpo_jax.config import Config
 from densegrpo_jax.models import lora
 
 TINY = Path(__file__).parent / "scenes" / "tiny_sd3"  # the Stable Diffusion 3 of the tiny world, which ships with the package
+REPLACING_SAMPLERS = ("cps", "ddim_sde")  # replace predicted noise by fresh noise, which needs a clean prediction and no score
 CACHED_PROMPTS = 512  # of SD3.5 a prompt takes some megabytes of host memory
 
 
@@ -121,6 +122,7 @@ def from_folder(config: Config) -> Policy:
     pipe = pipeline.load(folder(config.model.path), jnp.dtype(config.model.dtype), variant=config.model.variant)
     configs = pipe.configs
     height, width = config.model.resolution or (pipeline.default_side(configs),) * 2
+    shape = pipeline.latent_shape(configs, height, width)
     network = pipe.params["transformer"]
     model = pipeline.network(
         configs,
@@ -130,7 +132,12 @@ def from_folder(config: Config) -> Policy:
         remat=config.optimizer.remat,
         lora_scale=lora_scale(config),
     )
-    guided, cache = config.sampling.guidance_scale != 1.0, {}
+    guided, cache = pipeline.needs_uncond(configs, config.sampling.guidance_scale), {}
+    if pipeline.few_steps(configs) and config.exploration.sampler not in REPLACING_SAMPLERS:
+        raise ValueError(
+            f"exploration.sampler = {config.exploration.sampler!r} reads a score from the velocity, which that of {config.model.path}, a "
+            f"network distilled to few steps, does not have; choose one of {', '.join(REPLACING_SAMPLERS)}"
+        )
 
     def velocity(params, trained, uncond):
         bound = variables(config, params["network"], trained)
@@ -164,9 +171,9 @@ def from_folder(config: Config) -> Policy:
         decode=lambda params, latents: pipeline.decode(configs, params["decoder"], latents),
         encode=encode,
         truncated=lambda prompts: pipeline.truncated(pipe, prompts, config.model.max_sequence_length),
-        shape=pipeline.latent_shape(configs, height, width),
-        grid=lambda num_steps: pipeline.sigmas(configs, num_steps),
-        shift=configs.shift,
+        shape=shape,
+        grid=lambda num_steps: pipeline.sigmas(configs, num_steps, shape),
+        shift=pipeline.shift(configs, shape),
         start=start,
         name=f"{configs.family} from {config.model.path}",
     )

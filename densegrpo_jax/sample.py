@@ -32,7 +32,7 @@ class Sample:
     lora: Path | None = None
     """Adapter to apply: safetensors file or folder written by this package, diffusers or PEFT."""
     negative_prompt: str = ""
-    """What guidance leads away from; without effect at guidance 1."""
+    """What classifier-free guidance leads away from; without effect at guidance 1 and for FLUX."""
     images: int = 1
     """Images per prompt."""
     height: int | None = None
@@ -41,12 +41,13 @@ class Sample:
     """Pixels; default: the model's own size."""
     steps: int = 40
     """Euler steps on the folder's own noise schedule."""
-    guidance: float = 4.5
-    """Classifier-free guidance scale, at least 1; 1 is without guidance, at half the cost."""
+    guidance: float | None = None
+    """Guidance scale, at least 1; default: the model's own, 4.5 for Stable Diffusion 3, 3.5 for FLUX.1-dev, 1 (none) for FLUX.1-schnell.
+    Classifier-free guidance, that of Stable Diffusion 3, takes twice the time; FLUX.1-dev's is an input of its network."""
     seed: int = 0
     """Image i of the run starts from noise (seed, i), whatever the batch size."""
     max_sequence_length: int = 256
-    """Tokens of T5; SD3 networks see padding, so use the value of training."""
+    """Tokens of T5; the networks see padding, so use the value of training."""
     batch_size: int = 4
     """Images sampled at once."""
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
@@ -64,7 +65,7 @@ class Sample:
             "batch_size": (1, 10_000),
         }
         for field, (low, high) in ranges.items():
-            if not low <= getattr(self, field) <= high:
+            if getattr(self, field) is not None and not low <= getattr(self, field) <= high:
                 raise ValueError(f"{field} = {getattr(self, field)}: must be from {low} to {high}")
         if not self.prompt:
             raise ValueError("prompt: give at least one")
@@ -92,6 +93,8 @@ def main(args: Sample) -> Path:
     side = pipeline.default_side(configs)
     height, width = args.height or side, args.width or side
     shape = pipeline.latent_shape(configs, height, width)
+    guidance = pipeline.default_guidance(configs) if args.guidance is None else args.guidance
+    guided = pipeline.needs_uncond(configs, guidance)
     lora = None
     if args.lora is not None:
         table, shapes = pipeline.name_table(configs, "transformer"), pipeline.abstract_params(configs, "transformer")
@@ -99,17 +102,17 @@ def main(args: Sample) -> Path:
         print(f"adapter {args.lora}: {loras.count_modules(lora)} layers, rank {adapters.rank(lora)}")
 
     pipe = pipeline.load(folder, jnp.dtype(args.dtype), variant=args.variant)
-    texts = [*args.prompt, args.negative_prompt] if args.guidance > 1 else [*args.prompt]
+    texts = [*args.prompt, args.negative_prompt] if guided else [*args.prompt]
     for warning in pipeline.truncated(pipe, texts, args.max_sequence_length):
         print(f"warning: {warning}")
     cond = pipeline.encode_prompts(pipe, texts, args.max_sequence_length)
-    uncond = jax.tree.map(lambda x: x[-1:], cond) if args.guidance > 1 else None
+    uncond = jax.tree.map(lambda x: x[-1:], cond) if guided else None
     rows = np.repeat(np.arange(len(args.prompt)), args.images)  # image -> its prompt
     noise = flow.initial_noise(jax.random.key(args.seed), 0, jnp.arange(len(rows)), shape)
     cond = jax.tree.map(lambda x: x[rows], cond)
-    images = draw(pipe, noise, cond, uncond, args.guidance, args.steps, lora, args.batch_size, progress=True)
+    images = draw(pipe, noise, cond, uncond, guidance, args.steps, lora, args.batch_size, progress=True)
 
-    settings = {**dataclasses.asdict(args), "height": height, "width": width}
+    settings = {**dataclasses.asdict(args), "height": height, "width": width, "guidance": guidance}
     info = PngImagePlugin.PngInfo()
     info.add_text("densegrpo", json.dumps(settings, default=str))
     Image.fromarray(grid(images, args.images)).save(out, pnginfo=info)
@@ -134,8 +137,8 @@ def draw(
       pipe: the loaded folder.
       noise: starting latents [B, h, w, C], float32.
       cond: conditioning of each image, [B, ...].
-      uncond: conditioning to lead away from, [1, ...] for all; None for no guidance.
-      guidance_scale: of classifier-free guidance.
+      uncond: conditioning to lead away from, [1, ...] for all; None for no classifier-free guidance.
+      guidance_scale: see `pipeline.velocity`.
       num_steps: T.
       lora: adapter with alpha = rank.
       batch_size: images at once; the last batch is filled up, so that one program serves all.
@@ -149,7 +152,7 @@ def draw(
     """
     count = len(noise)
     batch_size = min(batch_size, count)
-    sigmas = jnp.asarray(pipeline.sigmas(pipe.configs, num_steps), jnp.float32)
+    sigmas = jnp.asarray(pipeline.sigmas(pipe.configs, num_steps, noise.shape[1:]), jnp.float32)
     model = pipeline.network(pipe.configs, pipe.dtype)
     images = []
     with tqdm(total=-(-count // batch_size) * num_steps, disable=None if progress else True, unit="step") as bar:

@@ -1,6 +1,6 @@
 """The whole path from text to pixels equals diffusers', and what the model cannot do is refused by name."""
 
-import functools
+import dataclasses
 import json
 import shutil
 
@@ -15,10 +15,8 @@ torch = pytest.importorskip("torch")
 from densegrpo_jax import flow, pipeline  # noqa: E402
 from densegrpo_jax.models import lora as loras  # noqa: E402
 from densegrpo_jax.pipeline import Conditioning  # noqa: E402
-from tests.tiny_folder import make_sd3_folder  # noqa: E402
-
-LENGTH = 16  # of T5
-PROMPTS = ["a red cat", "the sign says hello"]
+from tests.images import LENGTH, PROMPTS, our_images, torch_images, torch_pipeline  # noqa: E402
+from tests.tiny_folder import make_flux_folder, make_sd3_folder  # noqa: E402
 
 
 @pytest.fixture(scope="module")
@@ -36,51 +34,14 @@ def pipe(folder):
     return pipeline.load(folder, jnp.float32)
 
 
-def torch_pipeline(folder):
-    from diffusers import StableDiffusion3Pipeline
-
-    absent = {} if (folder / "text_encoder_3").exists() else {"text_encoder_3": None, "tokenizer_3": None}
-    reference = StableDiffusion3Pipeline.from_pretrained(folder, **absent)
-    reference.set_progress_bar_config(disable=True)
-    return reference
+@pytest.fixture(scope="module")
+def flux_folder(tmp_path_factory):
+    return make_flux_folder(tmp_path_factory.mktemp("flux"))
 
 
-def torch_image(reference, noise, guidance, steps, prompts=PROMPTS, negative="blue dog"):
-    """Images [B, H, W, 3] of diffusers from NHWC noise."""
-    _, h, w, _ = noise.shape
-    scale = reference.vae_scale_factor
-    return reference(
-        prompts,
-        negative_prompt=[negative] * len(prompts),
-        height=h * scale,
-        width=w * scale,
-        num_inference_steps=steps,
-        guidance_scale=guidance,
-        latents=torch.from_numpy(np.array(noise)).permute(0, 3, 1, 2),
-        max_sequence_length=LENGTH,
-        output_type="np",
-    ).images
-
-
-def our_image(pipe, noise, guidance, steps, prompts=PROMPTS, negative="blue dog", lora=None):
-    cond = pipeline.encode_prompts(pipe, [*prompts, negative], LENGTH)
-    uncond = jax.tree.map(lambda x: x[-1:], cond) if guidance > 1 else None
-    cond = jax.tree.map(lambda x: x[:-1], cond)
-    params = {name: pipe.params[name] for name in ("transformer", "vae")}
-    return np.asarray(_sampler(pipe.configs, steps)(params, lora, noise, cond, uncond, guidance))
-
-
-@functools.cache
-def _sampler(configs, steps):
-    """One program per size and kind of guidance."""
-    model, plan = pipeline.network(configs), flow.plan(pipeline.sigmas(configs, steps))
-
-    def run(params, lora, noise, cond, uncond, guidance):
-        velocity = pipeline.velocity(model, params["transformer"], lora, uncond, guidance)
-        latents = flow.integrate(lambda x, sigma: velocity(x, sigma, cond), noise, plan)
-        return pipeline.decode(configs, params["vae"], latents)
-
-    return jax.jit(run)
+@pytest.fixture(scope="module")
+def flux_pipe(flux_folder):
+    return pipeline.load(flux_folder, jnp.float32)
 
 
 def noise_of(pipe, height, width, count=2):
@@ -91,20 +52,50 @@ def noise_of(pipe, height, width, count=2):
 @pytest.mark.parametrize("height, width, guidance", [(32, 32, 1.0), (32, 32, 4.5), (24, 48, 4.5), (24, 48, 1.0)])
 def test_image_equals_diffusers(folder, pipe, guidance, height, width):
     noise = noise_of(pipe, height, width)
-    theirs, ours = torch_image(torch_pipeline(folder), noise, guidance, 5), our_image(pipe, noise, guidance, 5)
+    theirs, ours = torch_images(torch_pipeline(folder), noise, guidance, 5), our_images(pipe, noise, guidance, 5)
     assert theirs.std() > 0.1 and ours.shape == theirs.shape == (2, height, width, 3)
     np.testing.assert_allclose(ours, theirs, atol=2e-3, rtol=0)
+
+
+@pytest.mark.parity
+@pytest.mark.parametrize("height, width, guidance", [(32, 32, 3.5), (24, 48, 3.5), (24, 48, 1.5)])
+def test_flux_image_equals_diffusers(flux_folder, flux_pipe, guidance, height, width):
+    noise = noise_of(flux_pipe, height, width)
+    theirs, ours = torch_images(torch_pipeline(flux_folder), noise, guidance, 5), our_images(flux_pipe, noise, guidance, 5)
+    assert theirs.std() > 0.1 and ours.shape == theirs.shape == (2, height, width, 3)
+    np.testing.assert_allclose(ours, theirs, atol=2e-3, rtol=0)
+
+
+@pytest.mark.parity
+def test_flux_without_guidance_and_on_a_fixed_grid(tmp_path):
+    """The kind of FLUX.1-schnell; diffusers takes any guidance for it and uses none."""
+    folder = make_flux_folder(tmp_path, seed=1, schnell=True)
+    pipe = pipeline.load(folder, jnp.float32)
+    noise = noise_of(pipe, 32, 32)
+    np.testing.assert_allclose(our_images(pipe, noise, 1.0, 4), torch_images(torch_pipeline(folder), noise, 7.0, 4), atol=2e-3, rtol=0)
+    assert pipeline.few_steps(pipe.configs) and pipeline.default_guidance(pipe.configs) == 1.0
+    with pytest.raises(ValueError, match=r"guidance scale 3\.5: this FLUX has no input for it"):
+        pipeline.needs_uncond(pipe.configs, 3.5)
+
+
+@pytest.mark.parity
+def test_guidance_and_prompts_show_in_the_image_of_flux(flux_pipe):
+    noise = noise_of(flux_pipe, 24, 48)
+    base = our_images(flux_pipe, noise, 3.5, 5)
+    others = our_images(flux_pipe, noise, 1.5, 5), our_images(flux_pipe, noise, 3.5, 5, prompts=PROMPTS[::-1])
+    assert min(np.abs(base - other).max() for other in others) > 0.05
+    np.testing.assert_array_equal(our_images(flux_pipe, noise, 3.5, 5, negative=""), base)  # there is no unconditional branch
 
 
 @pytest.mark.parity
 def test_guidance_and_prompts_show_in_the_image(pipe):
     """So that the test above would notice a branch mixed up or left out."""
     noise = noise_of(pipe, 32, 32)
-    base = our_image(pipe, noise, 4.5, 5)
+    base = our_images(pipe, noise, 4.5, 5)
     others = (
-        our_image(pipe, noise, 1.0, 5),
-        our_image(pipe, noise, 4.5, 5, negative=""),
-        our_image(pipe, noise, 4.5, 5, prompts=PROMPTS[::-1]),
+        our_images(pipe, noise, 1.0, 5),
+        our_images(pipe, noise, 4.5, 5, negative=""),
+        our_images(pipe, noise, 4.5, 5, prompts=PROMPTS[::-1]),
     )
     assert min(np.abs(base - other).max() for other in others) > 0.05
 
@@ -114,17 +105,21 @@ def test_without_t5(without_t5):
     pipe = pipeline.load(without_t5, jnp.float32)
     assert set(pipe.tokenizers) == {"tokenizer", "tokenizer_2"}
     noise = noise_of(pipe, 32, 32)
-    theirs = torch_image(torch_pipeline(without_t5), noise, 3.0, 3)
-    np.testing.assert_allclose(our_image(pipe, noise, 3.0, 3), theirs, atol=2e-3, rtol=0)
+    theirs = torch_images(torch_pipeline(without_t5), noise, 3.0, 3)
+    np.testing.assert_allclose(our_images(pipe, noise, 3.0, 3), theirs, atol=2e-3, rtol=0)
 
 
 @pytest.mark.parity
 @pytest.mark.parametrize(
     "prompts", [[""], ["a red cat", "the dog says hello to the blue cat on the red sign " * 3], ["ünïcode — 猫", "A RED  cat"]]
 )
-def test_encoding_equals_diffusers(folder, pipe, prompts):
+def test_encoding_equals_diffusers(folder, pipe, flux_folder, flux_pipe, prompts):
     with torch.no_grad():
         context, uncond, pooled, uncond_pooled = torch_pipeline(folder).encode_prompt(prompts, None, None, max_sequence_length=LENGTH)
+        flux_context, flux_pooled, _ = torch_pipeline(flux_folder).encode_prompt(prompts, max_sequence_length=LENGTH)
+    cond = pipeline.encode_prompts(flux_pipe, prompts, LENGTH)
+    np.testing.assert_allclose(cond.context, flux_context, atol=1e-5, rtol=1e-4)
+    np.testing.assert_allclose(cond.pooled, flux_pooled, atol=1e-5, rtol=1e-4)
     cond = pipeline.encode_prompts(pipe, [*prompts, ""], LENGTH)
     for ours, theirs, negative in ((cond.context, context, uncond), (cond.pooled, pooled, uncond_pooled)):
         np.testing.assert_allclose(ours[:-1], theirs, atol=1e-5, rtol=1e-4)
@@ -139,6 +134,22 @@ def test_sigmas_equal_diffusers(pipe, steps):
     scheduler = FlowMatchEulerDiscreteScheduler(shift=3.0)
     scheduler.set_timesteps(steps)
     np.testing.assert_allclose(pipeline.sigmas(pipe.configs, steps), scheduler.sigmas.numpy(), atol=1e-6, rtol=1e-6)
+
+
+@pytest.mark.parity
+@pytest.mark.parametrize("steps, height, width", [(1, 32, 32), (6, 512, 512), (28, 1024, 768)])
+def test_flux_sigmas_follow_the_image_as_those_of_diffusers(flux_pipe, steps, height, width):
+    from diffusers import FlowMatchEulerDiscreteScheduler
+    from diffusers.pipelines.flux.pipeline_flux import calculate_shift
+
+    shape = pipeline.latent_shape(flux_pipe.configs, height, width)
+    tokens = (height // 8) * (width // 8)  # four latents each; this autoencoder divides sides by four
+    scheduler = FlowMatchEulerDiscreteScheduler(shift=3.0, use_dynamic_shifting=True)
+    scheduler.set_timesteps(sigmas=np.linspace(1.0, 1 / steps, steps), mu=calculate_shift(tokens))
+    np.testing.assert_allclose(pipeline.sigmas(flux_pipe.configs, steps, shape), scheduler.sigmas.numpy(), atol=1e-6, rtol=1e-6)
+    assert pipeline.shift(flux_pipe.configs, shape) == pytest.approx(np.exp(calculate_shift(tokens)))
+    with pytest.raises(ValueError, match="follows the size of the image"):
+        pipeline.sigmas(flux_pipe.configs, steps)
 
 
 def test_prompts_are_encoded_once(pipe, monkeypatch):
@@ -174,6 +185,8 @@ def test_bad_prompts(pipe, prompts, length):
 class Linear:
     """A stand-in for the network, in which every argument shows: velocity = sigma x + mean(context) + mean(pooled)."""
 
+    embeds_guidance = False
+
     def apply(self, variables, x, sigma, context, pooled):
         self.batch = x.shape[0]
         bias = context.mean((1, 2)) + pooled.mean(1) * variables["params"]["weight"] + variables.get("lora", {"weight": 0.0})["weight"]
@@ -195,6 +208,26 @@ def test_velocity_is_the_guided_mean_of_both_branches():
     per_row = jax.tree.map(lambda leaf: jnp.repeat(leaf, 3, axis=0), uncond)
     np.testing.assert_array_equal(pipeline.velocity(model, params, None, per_row, 4.5)(x, sigma, cond), guided)
     assert float(jnp.abs(pipeline.velocity(model, params, {"weight": 1.0})(x, sigma, cond) - conditional).min()) > 0.9
+
+
+class WithGuidance(Linear):
+    """The same with a guidance scale as an input."""
+
+    embeds_guidance = True
+
+    def apply(self, variables, x, sigma, context, pooled, guidance):
+        assert guidance.shape == sigma.shape and guidance.dtype == jnp.float32
+        return super().apply(variables, x, sigma, context, pooled) + guidance[:, None, None, None]
+
+
+def test_embedded_guidance_goes_into_the_network_and_takes_one_pass():
+    x, cond, params = jnp.ones((3, 2, 2, 1)), Conditioning(jnp.ones((3, 5, 7)), jnp.ones((3, 8))), {"weight": jnp.float32(2.0)}
+    model = WithGuidance()
+    v = pipeline.velocity(model, params, guidance_scale=3.5)(x, jnp.ones(3), cond)
+    np.testing.assert_allclose(v, pipeline.velocity(Linear(), params)(x, jnp.ones(3), cond) + 3.5)
+    assert model.batch == 3
+    with pytest.raises(ValueError, match="leave uncond out"):
+        pipeline.velocity(model, params, uncond=cond)
 
 
 @pytest.mark.parametrize("detach, factor", [(False, 1.0), (True, 4.5)])
@@ -231,11 +264,11 @@ def test_guided_pairs_stay_on_their_device(pipe):
 
 def test_adapter_changes_the_image_only_when_it_is_not_zero(pipe):
     noise = noise_of(pipe, 32, 32)
-    base = our_image(pipe, noise, 4.5, 5)
+    base = our_images(pipe, noise, 4.5, 5)
     fresh = loras.init(jax.random.key(0), pipe.params["transformer"], rank=4)
-    np.testing.assert_array_equal(our_image(pipe, noise, 4.5, 5, lora=fresh), base)
+    np.testing.assert_array_equal(our_images(pipe, noise, 4.5, 5, lora=fresh), base)
     trained = jax.tree.map(lambda leaf: leaf + 0.1, fresh)
-    assert np.abs(our_image(pipe, noise, 4.5, 5, lora=trained) - base).max() > 0.01
+    assert np.abs(our_images(pipe, noise, 4.5, 5, lora=trained) - base).max() > 0.01
 
 
 def test_latent_shape(pipe):
@@ -250,6 +283,17 @@ def test_latent_shape(pipe):
     ):
         with pytest.raises(ValueError, match=message):
             pipeline.latent_shape(pipe.configs, height, width)
+
+
+def test_latent_shape_of_flux(flux_pipe):
+    assert pipeline.default_side(flux_pipe.configs) == 512  # 128 latents, as diffusers; 1024 pixels with FLUX.1's own autoencoder
+    assert pipeline.latent_shape(flux_pipe.configs, 1024, 40) == (256, 10, 16)
+    real = flux_pipe.configs._replace(vae=dataclasses.replace(flux_pipe.configs.vae, block_out_channels=(8, 8, 8, 16)))
+    assert pipeline.latent_shape(real, 1024, 768) == (128, 96, 16) and pipeline.default_side(real) == 1024
+    with pytest.raises(ValueError, match="height = 1000: the model takes multiples of 16; nearest: 992 and 1008"):
+        pipeline.latent_shape(real, 1000, 768)
+    with pytest.raises(ValueError, match="width = 8: the model takes multiples of 16; nearest: 16"):
+        pipeline.latent_shape(real, 1024, 8)
 
 
 def test_decode_in_chunks_and_bytes(pipe):
@@ -329,3 +373,26 @@ def test_refuses_folders(folder, tmp_path, case):
     with pytest.raises(ValueError, match=message) as error:
         pipeline.load(copy, jnp.float32)
     assert "\n" not in str(error.value)
+
+
+BAD_FLUX_FOLDERS = {
+    "projection": (
+        lambda f: edit(f / "text_encoder/config.json", architectures=["CLIPTextModelWithProjection"]), "must have no projection"
+    ),
+    "other pooling": (lambda f: edit(f / "transformer/config.json", pooled_projection_dim=8), "pooled_projection_dim .* 8 and 16"),
+    "other T5": (lambda f: edit(f / "transformer/config.json", joint_attention_dim=16), "joint_attention_dim .* 16 and 32"),
+    "other latents": (lambda f: edit(f / "transformer/config.json", in_channels=16), r"in_channels \(unpacked\) .* 4 and 16"),
+    "no T5": (lambda f: edit(f / "model_index.json", text_encoder_2=[None, None]), "has no text_encoder_2, which FluxPipeline"),
+    "guidance dropped": (lambda f: edit(f / "transformer/config.json", guidance_embeds=False), r"unexpected: .*guidance_embedder"),
+    "another shift": (lambda f: edit(f / "scheduler/scheduler_config.json", time_shift_type="linear"), "time_shift_type = 'linear'"),
+    "line upside down": (lambda f: edit(f / "scheduler/scheduler_config.json", base_image_seq_len=5000), "must be below"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", BAD_FLUX_FOLDERS)
+def test_refuses_flux_folders(flux_folder, tmp_path, case):
+    copy = shutil.copytree(flux_folder, tmp_path / "copy")
+    damage, message = BAD_FLUX_FOLDERS[case]
+    damage(copy)
+    with pytest.raises(ValueError, match=message):
+        pipeline.load(copy, jnp.float32)

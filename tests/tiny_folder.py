@@ -1,4 +1,4 @@
-"""A Stable Diffusion 3.5 folder of random weights in diffusers layout, made by the real libraries (needs torch)."""
+"""Folders of random weights in diffusers layout, Stable Diffusion 3.5's and FLUX.1's, made by the real libraries (needs torch)."""
 
 import json
 from pathlib import Path
@@ -18,6 +18,18 @@ TRANSFORMER = {
     "pos_embed_max_size": 12,
     "dual_attention_layers": (0, 1),
     "qk_norm": "rms_norm",
+}
+
+FLUX_TRANSFORMER = {
+    "in_channels": 64,
+    "num_layers": 2,
+    "num_single_layers": 3,
+    "attention_head_dim": 8,
+    "num_attention_heads": 4,
+    "joint_attention_dim": 32,
+    "pooled_projection_dim": 16,
+    "guidance_embeds": True,
+    "axes_dims_rope": (2, 2, 4),
 }
 
 
@@ -59,31 +71,89 @@ def make_sd3_folder(folder: Path, seed: int = 0, t5: bool = True, **transformer)
     Returns:
       `folder`.
     """
+    from diffusers import FlowMatchEulerDiscreteScheduler, SD3Transformer2DModel, StableDiffusion3Pipeline
+
+    _seed(seed)
+    tokenizers = [_clip_tokenizer("<|endoftext|>"), _clip_tokenizer("!"), _t5_tokenizer()]
+    modules = {
+        "transformer": SD3Transformer2DModel(**{**TRANSFORMER, **transformer}),
+        "vae": _vae(),
+        "text_encoder": _clip(tokenizers[0], 16, 12, "quick_gelu"),
+        "text_encoder_2": _clip(tokenizers[1], 12, 16, "gelu"),
+        "text_encoder_3": _t5(tokenizers[2]) if t5 else None,
+    }
+    pipeline = StableDiffusion3Pipeline(
+        scheduler=FlowMatchEulerDiscreteScheduler(shift=3.0),
+        tokenizer=tokenizers[0],
+        tokenizer_2=tokenizers[1],
+        tokenizer_3=tokenizers[2] if t5 else None,
+        **_bold(modules),
+    )
+    return _save(pipeline, folder)
+
+
+def make_flux_folder(folder: Path, seed: int = 0, schnell: bool = False, **transformer) -> Path:
+    """Writes the folder: FLUX's transformer, 16-channel VAE, CLIP without projection, T5, two tokenizers.
+
+    Args:
+      folder: where to.
+      seed: of the weights.
+      schnell: without guidance input and with a fixed schedule, as FLUX.1-schnell; otherwise as FLUX.1-dev.
+      **transformer: changes to the transformer's config.
+
+    Returns:
+      `folder`.
+    """
+    from diffusers import FlowMatchEulerDiscreteScheduler, FluxPipeline, FluxTransformer2DModel
+
+    _seed(seed)
+    tokenizers = [_clip_tokenizer("<|endoftext|>"), _t5_tokenizer()]
+    modules = {
+        "transformer": FluxTransformer2DModel(**{**FLUX_TRANSFORMER, "guidance_embeds": not schnell, **transformer}),
+        "vae": _vae(),
+        "text_encoder": _clip(tokenizers[0], 16, None, "quick_gelu"),
+        "text_encoder_2": _t5(tokenizers[1]),
+    }
+    pipeline = FluxPipeline(
+        scheduler=FlowMatchEulerDiscreteScheduler(shift=1.0 if schnell else 3.0, use_dynamic_shifting=not schnell),
+        tokenizer=tokenizers[0],
+        tokenizer_2=tokenizers[1],
+        **_bold(modules),
+    )
+    return _save(pipeline, folder)
+
+
+def _seed(seed: int) -> None:
     import torch
-    from diffusers import AutoencoderKL, FlowMatchEulerDiscreteScheduler, SD3Transformer2DModel, StableDiffusion3Pipeline
-    from transformers import CLIPTextConfig, CLIPTextModelWithProjection, T5Config, T5EncoderModel
 
     torch.manual_seed(seed)
-    tokenizers = [_clip_tokenizer("<|endoftext|>"), _clip_tokenizer("!"), _t5_tokenizer()]
 
-    def clip(tokenizer, width, projection, act):
-        config = CLIPTextConfig(
-            vocab_size=len(tokenizer),
-            hidden_size=width,
-            intermediate_size=2 * width,
-            projection_dim=projection,
-            num_hidden_layers=3,
-            num_attention_heads=2,
-            max_position_embeddings=12,
-            hidden_act=act,
-            bos_token_id=tokenizer.bos_token_id,
-            eos_token_id=tokenizer.eos_token_id,
-            pad_token_id=tokenizer.pad_token_id,
-        )
-        return CLIPTextModelWithProjection(config)
 
-    t5_config = T5Config(
-        vocab_size=len(tokenizers[2]),
+def _clip(tokenizer, width: int, projection: int | None, act: str):
+    """A text encoder with a projection, or without."""
+    from transformers import CLIPTextConfig, CLIPTextModel, CLIPTextModelWithProjection
+
+    config = CLIPTextConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=width,
+        intermediate_size=2 * width,
+        projection_dim=projection or width,
+        num_hidden_layers=3,
+        num_attention_heads=2,
+        max_position_embeddings=12,
+        hidden_act=act,
+        bos_token_id=tokenizer.bos_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+    )
+    return CLIPTextModelWithProjection(config) if projection else CLIPTextModel(config)
+
+
+def _t5(tokenizer):
+    from transformers import T5Config, T5EncoderModel
+
+    config = T5Config(
+        vocab_size=len(tokenizer),
         d_model=32,
         d_kv=8,
         d_ff=48,
@@ -93,7 +163,13 @@ def make_sd3_folder(folder: Path, seed: int = 0, t5: bool = True, **transformer)
         is_encoder_decoder=False,
         use_cache=False,
     )
-    vae = AutoencoderKL(
+    return T5EncoderModel(config)
+
+
+def _vae():
+    from diffusers import AutoencoderKL
+
+    return AutoencoderKL(
         block_out_channels=(8, 8, 16),
         down_block_types=("DownEncoderBlock2D",) * 3,
         up_block_types=("UpDecoderBlock2D",) * 3,
@@ -105,14 +181,13 @@ def make_sd3_folder(folder: Path, seed: int = 0, t5: bool = True, **transformer)
         use_post_quant_conv=False,
         sample_size=32,
     )
-    modules = {
-        "transformer": SD3Transformer2DModel(**{**TRANSFORMER, **transformer}),
-        "vae": vae,
-        "text_encoder": clip(tokenizers[0], 16, 12, "quick_gelu"),
-        "text_encoder_2": clip(tokenizers[1], 12, 16, "gelu"),
-        "text_encoder_3": T5EncoderModel(t5_config) if t5 else None,
-    }
-    with torch.no_grad():  # larger than the usual initial values, so that every branch shows in the image
+
+
+def _bold(modules: dict) -> dict:
+    """The modules with larger than the usual initial values, so that every branch shows in the image."""
+    import torch
+
+    with torch.no_grad():
         for module in filter(None, modules.values()):
             for name, parameter in module.named_parameters():
                 noise = torch.randn_like(parameter)
@@ -121,14 +196,10 @@ def make_sd3_folder(folder: Path, seed: int = 0, t5: bool = True, **transformer)
                     parameter.copy_(noise if "embedding" in name or "shared" in name else noise * fan_in**-0.5)
                 else:
                     parameter.copy_(noise * 0.1 + (1.0 if "norm" in name and name.endswith("weight") else 0.0))
-    pipeline = StableDiffusion3Pipeline(
-        scheduler=FlowMatchEulerDiscreteScheduler(shift=3.0),
-        tokenizer=tokenizers[0],
-        tokenizer_2=tokenizers[1],
-        tokenizer_3=tokenizers[2] if t5 else None,
-        **modules,
-    )
+    return modules
+
+
+def _save(pipeline, folder: Path) -> Path:
     pipeline.save_pretrained(folder)
-    index = json.loads((Path(folder) / "model_index.json").read_text())
-    assert index["_class_name"] == "StableDiffusion3Pipeline"
+    assert json.loads((Path(folder) / "model_index.json").read_text())["_class_name"] == type(pipeline).__name__
     return Path(folder)

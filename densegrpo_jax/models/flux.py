@@ -76,6 +76,26 @@ class FluxConfig:
         """Channels of a packed velocity."""
         return self.in_channels if self.out_channels is None else self.out_channels
 
+    @property
+    def latent_channels(self) -> int:
+        """C of the latents."""
+        return self.in_channels // PACK**2
+
+    @property
+    def token_side(self) -> int:
+        """Side of the latents that make one token; sides of latents are multiples of it."""
+        return PACK
+
+    @property
+    def longest_side(self) -> int | None:
+        """Longest side of latents; None: positions have no end."""
+        return None
+
+    @property
+    def sample_size(self) -> int:
+        """Side of the square latents that the model is made for; no folder says it."""
+        return 128
+
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> "FluxConfig":
         """Reads the content of transformer/config.json.
@@ -155,7 +175,7 @@ class FluxTransformer(nn.Module):
         """
         cfg, B = self.config, latents.shape[0]
         given = tuple(array.shape for array in (latents, sigma, context, pooled))
-        sizes = (*latents.shape[1:3], cfg.in_channels // PACK**2), (), (*context.shape[1:2], cfg.joint_attention_dim)
+        sizes = (*latents.shape[1:3], cfg.latent_channels), (), (*context.shape[1:2], cfg.joint_attention_dim)
         wanted = tuple((B, *size) for size in (*sizes, (cfg.pooled_projection_dim,)))
         if given != wanted:
             raise ValueError(f"FluxTransformer: latents, sigma, context, pooled have shapes {given}; expected {wanted}")

@@ -62,6 +62,21 @@ class SD3Config:
         """Channels of the velocity."""
         return self.in_channels if self.out_channels is None else self.out_channels
 
+    @property
+    def latent_channels(self) -> int:
+        """C of the latents."""
+        return self.in_channels
+
+    @property
+    def token_side(self) -> int:
+        """Side of the latents that make one token; sides of latents are multiples of it."""
+        return self.patch_size
+
+    @property
+    def longest_side(self) -> int | None:
+        """Longest side of latents; None if there is none."""
+        return self.pos_embed_max_size * self.patch_size
+
     @classmethod
     def from_json(cls, values: dict) -> "SD3Config":
         """Reads the content of transformer/config.json.
@@ -164,6 +179,8 @@ class SD3Transformer(nn.Module):
     remat: bool = False
     scan_unroll: int = 1
     lora_scale: float = 1.0
+
+    embeds_guidance = False  # guidance takes an unconditional branch
 
     @nn.compact
     def __call__(self, latents: jax.Array, sigma: jax.Array, context: jax.Array, pooled: jax.Array) -> jax.Array:
