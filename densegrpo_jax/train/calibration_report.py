@@ -33,30 +33,33 @@ ESTIMATORS = (
 # --- numbers ---------------------------------------------------------------------------------------------------------------
 
 
-def measure(s: Setting, draw: Callable, kernel: flow.Kernel, prompts: int, members: int) -> dict[str, Any]:
+def measure(
+    s: Setting, draw: Callable, kernel: flow.Kernel, prompts: np.ndarray, members: int, epoch: int = FIGURE_EPOCH
+) -> dict[str, Any]:
     """What a kernel does to the gains.
 
     Args:
       s: where the trajectories come from.
       draw: of `calibrate.make_draw`.
       kernel: table [T].
-      prompts: the first so many of the run's training prompts, again from the first where there are fewer.
-      members: trajectories of each; the noise is the same for every kernel.
+      prompts: indices of training prompts, [P].
+      members: trajectories of each.
+      epoch: addresses the noise, which is the same for every kernel.
 
     Returns:
       "excess_predicted" and "excess_measured" [T], and under "rewards", for each reward and "total": "positive", "negative", "zero" (shares
       [T]), "positive_error" (its standard error, clustered by prompt), "std" (within groups), "reward" [T+1], and "rank" and "difference"
       [T], rank correlation within groups and mean absolute difference of R at the step and at the trajectory's own end.
     """
-    count, batch = prompts * members, batch_size(s.config)
-    of = np.repeat(np.arange(prompts) % len(s.prompts.texts), members)
+    of, batch = np.repeat(prompts, members), batch_size(s.config)
+    count = len(of)
     value: dict[str, list] = {}
     gains: dict[str, list] = {}
     squares = []
     for begin in range(0, count, batch):
         ids = np.arange(begin, begin + batch)
         rows = np.minimum(ids, count - 1)  # the last call is filled up, and cut below
-        drawn = draw(kernel, FIGURE_EPOCH, of[rows].tolist(), ids)
+        drawn = draw(kernel, epoch, of[rows].tolist(), ids)
         kept = slice(0, min(batch, count - begin))
         for name in drawn.rewards:
             value.setdefault(name, []).append(drawn.rewards[name][:, kept])
@@ -114,17 +117,17 @@ def _spread(trajectory: flow.Trajectory, clean: jax.Array, levels: jax.Array) ->
     return jnp.mean(((after - ((1.0 - s) * clean)[None]) ** 2).reshape(*after.shape[:3], -1), axis=-1)
 
 
-def accuracy(s: Setting, draw: Callable, kernel: flow.Kernel, prompts: int, members: int) -> dict[str, Any]:
+def accuracy(s: Setting, draw: Callable, kernel: flow.Kernel, prompts: np.ndarray, members: int) -> dict[str, Any]:
     """How well estimators of R rank the members of a group, against completions of the same latents by 40 steps (AB2).
 
     Args:
-      s, draw, kernel, prompts, members: see `measure`; prompts * members trajectories are taken at once.
+      s, draw, kernel, prompts, members: see `measure`; all trajectories are taken at once.
 
     Returns:
       For each estimator: "evaluations" (of the network, mean over the steps completed), "rank" and "difference" [T] against the
       reference, and "rank_end", "difference_end" against the reward of the trajectory's own end.
     """
-    of = (np.repeat(np.arange(prompts), members) % len(s.prompts.texts)).tolist()
+    of = np.repeat(prompts, members).tolist()
     drawn = draw(kernel, ACCURACY_EPOCH, of, np.arange(len(of)))
     schemes = estimators(s)
     decode = phases.make_decode(s.config, s.policy)
@@ -214,16 +217,17 @@ def write(s: Setting, folder: Path, options: Figure) -> Path:
             done[json.dumps(key)] = record["result"]
         return done[json.dumps(key)]
 
+    first = np.arange(max(options.prompts, options.accuracy_prompts)) % len(s.prompts.texts)  # again from the first where there are fewer
     sizes = [options.prompts, options.members]
     measured = {
-        name: once([name, levels.tolist(), *sizes], lambda levels=levels: measure(s, draw, kernel(levels), *sizes))
+        name: once([name, levels.tolist(), *sizes], lambda levels=levels: measure(s, draw, kernel(levels), first[: sizes[0]], sizes[1]))
         for name, levels in settings.items()
     }
     numbers = {"levels": {name: levels.tolist() for name, levels in settings.items()}, "measured": measured, "psi": found}
     if options.accuracy_prompts:
         sizes = [options.accuracy_prompts, options.accuracy_members]
         key = ["accuracy of completions", multiplier.tolist(), *sizes]
-        numbers["accuracy"] = once(key, lambda: accuracy(s, draw, kernel(multiplier), *sizes))
+        numbers["accuracy"] = once(key, lambda: accuracy(s, draw, kernel(multiplier), first[: sizes[0]], sizes[1]))
     psi.write(folder / "report.json", numbers)
     return draw_report(folder, numbers, s.policy.name)
 
