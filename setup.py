@@ -44,7 +44,10 @@ setup(
     python_requires=">=3.11",
     packages=[*find_packages(include=["densegrpo_jax", "densegrpo_jax.*"]), "densegrpo_jax_configs"],
     package_dir={"densegrpo_jax_configs": "configs"},
-    package_data={"densegrpo_jax": ["**/*.safetensors", "**/*.json", "**/*.txt", "**/*.html", "**/*.npz", "**/*.jsonl"]},
+    package_data={
+        "densegrpo_jax": ["**/*.safetensors", "**/*.json", "**/*.txt", "**/*.html", "**/*.npz", "**/*.jsonl"],
+        "densegrpo_jax_configs": ["psi/*.json"],
+    },
     install_requires=[
         "jax>=0.10.2",
         "flax>=0.12.8",
