@@ -111,6 +111,8 @@ class Credit:
     """Bound on the advantage."""
     gamma: float = 0.0
     """dense_grpo: discount of the gains still to come; 0 is the paper, 1 the sparse return with a state baseline."""
+    slope: Literal["one", "fitted"] = "one"
+    """dense_grpo: subtract the reward before the step as it is (the paper), or times its regression slope (less variance)."""
     reward_normalization: Literal["none", "group"] = "none"
     """"group": each reward is centred and scaled within the group before it is weighted, so that its units do not matter."""
 

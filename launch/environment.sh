@@ -30,3 +30,9 @@ install_into() { # venv python requirement: creates the environment once, and in
     echo "$stamp" >"$venv/installed"
   fi
 }
+
+tune_allocator() { # on Linux: glibc keeps freed memory instead of returning it after every step, some percent of the time on CPU
+  if [[ $(uname) == Linux && -z ${GLIBC_TUNABLES:-} ]]; then
+    export GLIBC_TUNABLES=glibc.malloc.hugetlb=1:glibc.malloc.mmap_max=0:glibc.malloc.trim_threshold=68719476736:glibc.malloc.arena_max=1
+  fi
+}

@@ -32,22 +32,34 @@ def flow_grpo(rewards: np.ndarray, groups: np.ndarray) -> np.ndarray:
     return np.repeat(rewards[-1:], len(rewards) - 1, axis=0)
 
 
-def dense_grpo(rewards: np.ndarray, groups: np.ndarray, *, gamma: float = 0.0, baseline: np.ndarray | None = None) -> np.ndarray:
+def dense_grpo(
+    rewards: np.ndarray,
+    groups: np.ndarray,
+    *,
+    gamma: float = 0.0,
+    baseline: np.ndarray | None = None,
+    slope: Literal["one", "fitted"] = "one",
+) -> np.ndarray:
     """The gain of each step, g_i = R_{i+1} - R_i, and with gamma > 0 the discounted gains still to come.
 
     c_i = sum_{j >= i} gamma^(j-i) g_j. gamma = 0 is the paper; gamma = 1 is R_T - R_i, the sparse return with a state baseline.
+
+    R_i is settled before step i is taken, so any multiple of it is as good a baseline. "fitted" subtracts b_i R_i, with b_i the slope of
+    R_{i+1} against R_i within the groups, pooled over the batch: the multiple that leaves the least variance. Where a step all but
+    draws the picture anew, R_i is mostly noise to it and b_i is small; where it changes little, b_i is near 1 and this is the gain.
 
     Args:
       rewards: [T+1, B]. groups: [B], not used.
       gamma: discount in [0, 1].
       baseline: [T, B] subtracted in place of rewards[:-1]: the reward after a noise-free step i, completed by the same coarse solver
         as rewards[i+1], so that no noise means no gain. NaN where it failed.
+      slope: "one" as in the paper, or "fitted" (ours), for gamma = 0.
 
     Returns:
       [T, B] credit.
 
     Raises:
-      ValueError: gamma outside [0, 1], or a baseline of the wrong shape.
+      ValueError: gamma outside [0, 1], gamma > 0 with a fitted slope, another slope, or a baseline of the wrong shape.
 
     Reference: DenseGRPO, arXiv 2601.20218, eq. 7 to 9.
     """
@@ -57,11 +69,30 @@ def dense_grpo(rewards: np.ndarray, groups: np.ndarray, *, gamma: float = 0.0, b
     before = rewards[:-1] if baseline is None else np.asarray(baseline, np.float64)
     if before.shape != rewards[:-1].shape:
         raise ValueError(f"baseline must be [T, B] = {rewards[:-1].shape}, got {before.shape}")
+    if slope not in ("one", "fitted"):
+        raise ValueError(f'slope must be "one" or "fitted", got {slope!r}')
+    if slope == "fitted":
+        if gamma > 0:
+            raise ValueError(f"a fitted slope is for gamma = 0, got gamma = {gamma}: later gains would need slopes of their own")
+        return rewards[1:] - _slope(before, rewards[1:], groups) * before
     credit = rewards[1:] - before
     if gamma > 0:  # not a special case of the loop: 0 * NaN would spread one failed score over all earlier steps
         for i in reversed(range(len(credit) - 1)):
             credit[i] += gamma * credit[i + 1]
     return credit
+
+
+def _slope(before: np.ndarray, after: np.ndarray, groups: np.ndarray) -> np.ndarray:
+    """Least-squares slope of `after` against `before` [T, B] within groups, pooled over groups: [T, 1]. 0 where nothing varies."""
+    there = ~np.isnan(before + after)
+    products, squares = np.zeros((2, len(before)))
+    for group in np.unique(groups):
+        for t, chosen in enumerate(there & (np.asarray(groups) == group)):
+            if chosen.any():
+                x = normalize.deviations(before[t, chosen])
+                products[t] += (x * after[t, chosen]).sum()
+                squares[t] += (x**2).sum()
+    return (products / np.where(squares > 0, squares, 1.0))[:, None]
 
 
 def dense_reward(rewards: np.ndarray, groups: np.ndarray) -> np.ndarray:

@@ -258,7 +258,7 @@ def _by_level(total: Scores, tables: phases.Sampler, batch: int) -> tuple[Scores
 def _credit_options(config: Config, trajectory, baseline: np.ndarray | None) -> dict[str, Any]:
     """What the chosen method wants beside the rewards."""
     if config.credit.method == "dense_grpo":
-        return {"gamma": config.credit.gamma} | ({} if baseline is None else {"baseline": baseline})
+        return {"gamma": config.credit.gamma, "slope": config.credit.slope} | ({} if baseline is None else {"baseline": baseline})
     if config.credit.method == "coca":
         return {"similarities": np.asarray(_similarities(trajectory), np.float64)}
     return {}

@@ -355,3 +355,30 @@ def test_gain_balance():
     np.testing.assert_array_equal(balance["count"], [4, 3, 0])
     with pytest.raises(ValueError, match=r"\[T, B\]"):
         credit.gain_balance(gains[0], np.zeros(4, int))
+
+
+def test_a_fitted_slope_leaves_nothing_that_depends_on_the_reward_before():
+    rng = np.random.default_rng(0)
+    groups = np.repeat([0, 1, 2], 8)
+    rewards = np.cumsum(rng.normal(size=(5, 24)), axis=0) + 10.0 * groups
+    rewards[3, 5] = np.nan
+    credit = methods.dense_grpo(rewards, groups, slope="fitted")
+    assert (np.isnan(credit) == np.isnan(np.diff(rewards, axis=0))).all()
+    for t in range(4):
+        there = ~np.isnan(credit[t])
+        within = lambda x: x - np.array([x[groups[there] == g].mean() for g in groups[there]])  # noqa: E731
+        assert abs((within(credit[t][there]) * within(rewards[t][there])).sum()) < 1e-9
+        gain = within(np.diff(rewards, axis=0)[t][there])
+        assert within(credit[t][there]).var() <= gain.var() + 1e-12
+
+
+def test_a_fitted_slope_is_one_where_a_step_adds_a_constant_and_zero_where_nothing_varied():
+    groups = np.array([0, 0, 1, 1])
+    rewards = np.array([[1.0, 1.0, 1.0, 1.0], [2.0, 3.0, 5.0, 9.0], [2.5, 3.5, 5.5, 9.5]])
+    np.testing.assert_allclose(methods.dense_grpo(rewards, groups, slope="fitted"), [rewards[1], [0.5] * 4])
+
+
+@pytest.mark.parametrize(("options", "reason"), [({"slope": "two"}, "slope must be"), ({"slope": "fitted", "gamma": 0.5}, "for gamma = 0")])
+def test_slopes_that_do_not_go(options, reason):
+    with pytest.raises(ValueError, match=reason):
+        methods.dense_grpo(np.zeros((3, 4)), np.zeros(4, int), **options)
