@@ -366,10 +366,13 @@ def test_a_fitted_slope_leaves_nothing_that_depends_on_the_reward_before():
     assert (np.isnan(credit) == np.isnan(np.diff(rewards, axis=0))).all()
     for t in range(4):
         there = ~np.isnan(credit[t])
-        within = lambda x: x - np.array([x[groups[there] == g].mean() for g in groups[there]])  # noqa: E731
-        assert abs((within(credit[t][there]) * within(rewards[t][there])).sum()) < 1e-9
-        gain = within(np.diff(rewards, axis=0)[t][there])
-        assert within(credit[t][there]).var() <= gain.var() + 1e-12
+        left, before, gain = (_within(x[t][there], groups[there]) for x in (credit, rewards, np.diff(rewards, axis=0)))
+        assert abs((left * before).sum()) < 1e-9
+        assert left.var() <= gain.var() + 1e-12
+
+
+def _within(values, groups):
+    return values - np.array([values[groups == g].mean() for g in groups])
 
 
 def test_a_fitted_slope_is_one_where_a_step_adds_a_constant_and_zero_where_nothing_varied():
