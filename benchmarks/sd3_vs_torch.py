@@ -24,7 +24,9 @@ import statistics
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any, NamedTuple
 
 # One arena that keeps its pages: XLA takes its temporaries afresh at every call, and page faults then cost as much as the
 # arithmetic. Torch gains from it too, so it is set for both.
@@ -32,14 +34,34 @@ ALLOCATOR = "glibc.malloc.hugetlb=1:glibc.malloc.mmap_max=0:glibc.malloc.trim_th
 SEED = 0
 STEPS = 10
 RANK = 16
-SIZES = {
-    # side of the latent, tokens of text, chunks of the batch without and with gradients (ours)
-    "tiny": dict(width=128, layers=6, heads=4, side=16, text=32, batch=96, chunk=16, grad_chunk=32),
-    "mid": dict(width=512, layers=12, heads=8, side=32, text=77, batch=4, chunk=4, grad_chunk=4),
-}
 
 
-def model_config(size):
+class Kind(NamedTuple):
+    """A kind of transformer to compare.
+
+    Attributes:
+      sizes: by name: side of the latent, tokens of text, chunks of the batch without and with gradients (ours), and what `config` reads.
+      config: size -> the content of transformer/config.json.
+      torch_class: name in diffusers.
+      ours: () -> our config class, module class and name table.
+      call: (torch module, latents, sigma, context, pooled) -> velocity in the layout of the latents.
+      to_torch, from_torch: arrays [..., H, W, C] to torch's layout and back, the latter with (H, W).
+      given: what our module takes besides (latents, sigma, context, pooled), for a batch of that size.
+      targets: names of the layers with adapters.
+    """
+
+    sizes: dict[str, dict]
+    config: Callable[[dict], dict]
+    torch_class: str
+    ours: Callable[[], tuple[Any, Any, Callable]]
+    call: Callable
+    to_torch: Callable
+    from_torch: Callable
+    given: Callable[[int], tuple]
+    targets: Callable[[], tuple[str, ...]]
+
+
+def sd3_config(size):
     return dict(
         sample_size=size["side"], patch_size=2, in_channels=16, out_channels=16, num_layers=size["layers"],
         num_attention_heads=size["heads"], attention_head_dim=size["width"] // size["heads"], caption_projection_dim=size["width"],
@@ -47,28 +69,54 @@ def model_config(size):
     )  # fmt: skip
 
 
-def torch_side(size, inputs, noise, sigmas):
+def sd3_ours():
+    from densegrpo_jax.models.sd3 import SD3Config, SD3Transformer, name_table
+
+    return SD3Config, SD3Transformer, name_table
+
+
+def attention_targets():
+    from densegrpo_jax.models.lora import ATTENTION_TARGETS
+
+    return ATTENTION_TARGETS
+
+
+SD3 = Kind(
+    sizes={
+        "tiny": dict(width=128, layers=6, heads=4, side=16, text=32, batch=96, chunk=16, grad_chunk=32),
+        "mid": dict(width=512, layers=12, heads=8, side=32, text=77, batch=4, chunk=4, grad_chunk=4),
+    },
+    config=sd3_config,
+    torch_class="SD3Transformer2DModel",
+    ours=sd3_ours,
+    call=lambda model, x, sigma, context, pooled: model(x, context, pooled, 1000 * sigma).sample,
+    to_torch=lambda x: x.swapaxes(-1, -2).swapaxes(-2, -3),  # channels first
+    from_torch=lambda x, side: x.swapaxes(-3, -2).swapaxes(-2, -1),
+    given=lambda batch: (),
+    targets=attention_targets,
+)
+
+
+def torch_side(kind, size, inputs, noise, sigmas):
     """The torch model with its adapter, and the three things to time on it, eager and compiled."""
+    import diffusers
     import numpy as np
     import peft
     import torch
-    from diffusers import SD3Transformer2DModel
 
-    from densegrpo_jax.models.lora import ATTENTION_TARGETS
-
+    make = getattr(diffusers, kind.torch_class)
     torch.manual_seed(SEED)
-    model = SD3Transformer2DModel(**model_config(size)).eval()
+    model = make(**kind.config(size)).eval()
     for parameter in model.parameters():
         torch.nn.init.normal_(parameter, std=0.05)
     base = {name: tensor.numpy().copy() for name, tensor in model.state_dict().items()}
-    x, context, pooled, noise = (torch.tensor(np.asarray(a)) for a in (inputs[0].transpose(0, 3, 1, 2), inputs[2], inputs[3], noise))
-    noise = noise.permute(0, 1, 4, 2, 3)
-    sigma = torch.tensor(np.asarray(inputs[1]))
+    x, noise = (torch.tensor(np.ascontiguousarray(kind.to_torch(np.asarray(a)))) for a in (inputs[0], noise))
+    sigma, context, pooled = (torch.tensor(np.asarray(a)) for a in inputs[1:4])
 
-    plain = SD3Transformer2DModel(**model_config(size)).eval()
+    plain = make(**kind.config(size)).eval()
     plain.load_state_dict(model.state_dict())
     model.requires_grad_(False)
-    model.add_adapter(peft.LoraConfig(r=RANK, lora_alpha=RANK, init_lora_weights="gaussian", target_modules=list(ATTENTION_TARGETS)))
+    model.add_adapter(peft.LoraConfig(r=RANK, lora_alpha=RANK, init_lora_weights="gaussian", target_modules=list(kind.targets())))
     trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
     for parameter in trained.values():
         torch.nn.init.normal_(parameter, std=0.05)
@@ -79,11 +127,11 @@ def torch_side(size, inputs, noise, sigmas):
 
         def forward():
             with torch.no_grad():
-                return plain(x, context, pooled, 1000 * sigma).sample
+                return kind.call(plain, x, sigma, context, pooled)
 
         def lora():
             optimizer.zero_grad(set_to_none=True)
-            loss = model(x, context, pooled, 1000 * sigma).sample.square().mean()
+            loss = kind.call(model, x, sigma, context, pooled).square().mean()
             loss.backward()
             gradient = torch.stack([parameter.grad.square().sum() for parameter in trained.values()]).sum().sqrt()
             optimizer.step()
@@ -93,7 +141,7 @@ def torch_side(size, inputs, noise, sigmas):
             with torch.no_grad():
                 y = x
                 for i in range(STEPS):
-                    v = plain(y, context, pooled, torch.full((len(y),), 1000 * float(sigmas[i]))).sample
+                    v = kind.call(plain, y, torch.full((len(y),), float(sigmas[i])), context, pooled)
                     step = float(sigmas[i + 1] - sigmas[i])
                     y = y + step * v + 0.3 * (-step) ** 0.5 * noise[i]
                 return y
@@ -108,7 +156,7 @@ def torch_side(size, inputs, noise, sigmas):
     return base, adapter, build(plain, model), compiled, restore
 
 
-def our_side(size, base, adapter, inputs, noise, sigmas, unroll):
+def our_side(kind, size, base, adapter, inputs, noise, sigmas, unroll):
     """The same three things, jitted."""
     import jax
     import jax.numpy as jnp
@@ -116,9 +164,8 @@ def our_side(size, base, adapter, inputs, noise, sigmas, unroll):
     import optax
     from flax import traverse_util
 
-    from densegrpo_jax.models.sd3 import SD3Config, SD3Transformer, name_table
-
-    config = SD3Config.from_json(model_config(size))
+    config_class, module, name_table = kind.ours()
+    config = config_class.from_json(kind.config(size))
     turn = {"none": lambda a: a, "transpose": lambda a: a.T, "conv": lambda a: a.transpose(2, 3, 1, 0)}
     params, lora = {}, {}
     for path, source in name_table(config).items():
@@ -130,7 +177,7 @@ def our_side(size, base, adapter, inputs, noise, sigmas, unroll):
                 stack = [adapter[f"{name}.{theirs}.default.weight"].T for name in layers]
                 lora[path.replace("kernel", leaf)] = jnp.asarray(np.stack(stack))
     params, lora = (traverse_util.unflatten_dict(tree, sep="/") for tree in (params, lora))
-    model = SD3Transformer(config, scan_unroll=unroll)
+    model = module(config, scan_unroll=unroll)
     optimizer = optax.adamw(1e-4, weight_decay=0.01)
 
     def cut(tree, chunk):  # [batch, ...] -> [batch / chunk, chunk, ...]
@@ -154,11 +201,11 @@ def our_side(size, base, adapter, inputs, noise, sigmas, unroll):
     @jax.jit
     def sampling(params, inputs, noise):
         def one_chunk(chunk):
-            x, context, pooled, noise = chunk
+            x, context, pooled, *given, noise = chunk
 
             def step(x, level):
                 sigma, next_sigma, noise = level
-                v = model.apply({"params": params}, x, jnp.full(len(x), sigma), context, pooled)
+                v = model.apply({"params": params}, x, jnp.full(len(x), sigma), context, pooled, *given)
                 return x + (next_sigma - sigma) * v + 0.3 * jnp.sqrt(sigma - next_sigma) * noise, None
 
             return jax.lax.scan(step, x, (sigmas[:-1], sigmas[1:], noise.swapaxes(0, 1)))[0]
@@ -183,7 +230,7 @@ def our_side(size, base, adapter, inputs, noise, sigmas, unroll):
     return run, restore
 
 
-def measure(sizes, repeats, threads, unroll, with_compile):
+def measure(kind, sizes, repeats, threads, unroll, with_compile):
     """One process's share: every size and task with one number of threads. Returns the rows of the table."""
     os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:threads])  # before any thread pool is made
     import jax
@@ -193,7 +240,8 @@ def measure(sizes, repeats, threads, unroll, with_compile):
     torch.set_num_threads(threads)
     rows = []
     for name in sizes:
-        size = SIZES[name]
+        size = kind.sizes[name]
+        blocks = unroll or max(size["layers"], size.get("single_layers", 0))  # per iteration of our layer scans
         keys = jax.random.split(jax.random.key(SEED), 4)
         shape = (size["batch"], size["side"], size["side"], 16)
         inputs = (
@@ -201,11 +249,12 @@ def measure(sizes, repeats, threads, unroll, with_compile):
             jax.numpy.linspace(0.1, 1.0, size["batch"]),
             jax.random.normal(keys[1], (size["batch"], size["text"], 256)),
             jax.random.normal(keys[2], (size["batch"], 256)),
+            *kind.given(size["batch"]),
         )
         noise = jax.random.normal(keys[3], (STEPS, *shape))
         sigmas = jax.numpy.linspace(1.0, 0.0, STEPS + 1)
-        base, adapter, eager, compiled, restore_torch = torch_side(size, inputs, noise, np.asarray(sigmas))
-        ours, restore = our_side(size, base, adapter, inputs, noise, sigmas, unroll or size["layers"])
+        base, adapter, eager, compiled, restore_torch = torch_side(kind, size, inputs, noise, np.asarray(sigmas))
+        ours, restore = our_side(kind, size, base, adapter, inputs, noise, sigmas, blocks)
         for task in ("forward", "lora", "sampling"):
             sides = {"ours": ours[task], "eager": eager[task]} | ({"compile": compiled[task]} if with_compile else {})
             results, first = {}, {}
@@ -214,7 +263,7 @@ def measure(sizes, repeats, threads, unroll, with_compile):
                 start = time.perf_counter()
                 results[side] = np.asarray(f())
                 first[side] = time.perf_counter() - start
-            theirs = results["eager"] if task == "lora" else results["eager"].transpose(0, 2, 3, 1)
+            theirs = results["eager"] if task == "lora" else kind.from_torch(results["eager"], size["side"])
             scale = np.abs(theirs) if task == "lora" else np.abs(theirs).max()  # lora: the loss and the norm of the gradient
             error = float((np.abs(results["ours"] - theirs) / scale).max())
             if not error < 1e-4:
@@ -229,7 +278,7 @@ def measure(sizes, repeats, threads, unroll, with_compile):
                     cpu[side].append(time.process_time() - start[1])
             seconds, cpu_seconds = ({side: statistics.median(times[side]) for side in sides} for times in (wall, cpu))
             row = dict(
-                size=name, task=task, threads=threads, error=error, unroll=unroll or size["layers"], repeats=repeats[name],
+                size=name, task=task, threads=threads, error=error, unroll=blocks, repeats=repeats[name],
                 seconds=seconds, cpu_seconds=cpu_seconds, first_call=first,
                 ratio={side: seconds[side] / seconds["ours"] for side in sides if side != "ours"},
                 cpu_ratio={side: cpu_seconds[side] / cpu_seconds["ours"] for side in sides if side != "ours"},
@@ -245,11 +294,12 @@ def cpu_name():
     return next((line.split(":")[1].strip() for line in lines if line.startswith("model name")), platform.processor())
 
 
-def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def main(kind, script, doc):
+    """The command of `script`, whose docstring is `doc`, for one kind of transformer."""
+    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path, help="write the table here")
     parser.add_argument("--quick", action="store_true", help="tiny only, one thread, eager only, three repeats")
-    parser.add_argument("--sizes", nargs="+", choices=list(SIZES), default=list(SIZES))
+    parser.add_argument("--sizes", nargs="+", choices=list(kind.sizes), default=list(kind.sizes))
     parser.add_argument("--threads", nargs="+", type=int, default=[1, 2])
     parser.add_argument("--unroll", type=int, default=0, help="blocks per iteration of our layer scan (0: all)")
     parser.add_argument("--child", type=int, help=argparse.SUPPRESS)  # threads of this process
@@ -257,7 +307,7 @@ def main():
     sizes, threads = (["tiny"], [1]) if args.quick else (args.sizes, args.threads)
     repeats = {"tiny": 3, "mid": 3} if args.quick else {"tiny": 9, "mid": 5}
     if args.child:
-        rows = measure(sizes, repeats, args.child, args.unroll, with_compile=not args.quick)
+        rows = measure(kind, sizes, repeats, args.child, args.unroll, with_compile=not args.quick)
         args.json.write_text(json.dumps(rows))
         return
 
@@ -271,9 +321,9 @@ def main():
     print("ratios above 1: ours is faster; difference: largest, relative to the largest value")
     rows = []
     for n in threads:
-        part = Path(os.environ.get("TMPDIR", "/tmp")) / f"sd3_vs_torch.{os.getpid()}.json"
+        part = Path(os.environ.get("TMPDIR", "/tmp")) / f"{Path(script).stem}.{os.getpid()}.json"
         environment = os.environ | {"GLIBC_TUNABLES": ALLOCATOR, "JAX_PLATFORMS": "cpu", "OMP_NUM_THREADS": str(n)}
-        subprocess.run([sys.executable, __file__, *sys.argv[1:], "--child", str(n), "--json", str(part)], env=environment, check=True)
+        subprocess.run([sys.executable, script, *sys.argv[1:], "--child", str(n), "--json", str(part)], env=environment, check=True)
         rows += json.loads(part.read_text())
         part.unlink()
     if args.json:
@@ -281,4 +331,4 @@ def main():
 
 
 if __name__ == "__main__":
-    main()
+    main(SD3, __file__, __doc__)

@@ -1,5 +1,6 @@
 """Exports make the same images in diffusers and PEFT as the adapter makes here, whatever its alpha."""
 
+import dataclasses
 import json
 import shutil
 
@@ -17,17 +18,24 @@ from densegrpo_jax.export import export  # noqa: E402
 from densegrpo_jax.models import lora as loras  # noqa: E402
 from densegrpo_jax.models.adapter import Adapter, read_adapter  # noqa: E402
 from densegrpo_jax.models.weights import open_weights  # noqa: E402
-from tests.tiny_folder import make_sd3_folder  # noqa: E402
+from tests import images  # noqa: E402
+from tests.images import torch_pipeline  # noqa: E402
+from tests.tiny_folder import make_flux_folder, make_sd3_folder  # noqa: E402
 
-TARGETS = (*loras.ATTENTION_TARGETS, "attn2.to_q", "ff.net.0.proj", "norm1.linear", "context_embedder", "proj_out")
-RANK, STEPS, GUIDANCE, LENGTH = 4, 2, 3.0, 8
-PROMPTS = ["a red cat", "the sign says hello"]
+TARGETS = (*loras.ATTENTION_TARGETS, "ff.net.0.proj", "norm1.linear", "context_embedder", "proj_out")
+MORE_TARGETS = {"sd3": ("attn2.to_q",), "flux": (*loras.FEED_FORWARD_TARGETS, "proj_mlp", "norm.linear", "guidance_embedder.linear_1")}
+RANK, STEPS, GUIDANCE = 4, 2, 3.0
 pytestmark = pytest.mark.parity
 
 
+@pytest.fixture(scope="module", params=["sd3", "flux"])
+def family(request):
+    return request.param
+
+
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return make_sd3_folder(tmp_path_factory.mktemp("sd3"))
+def folder(family, tmp_path_factory):
+    return {"sd3": make_sd3_folder, "flux": make_flux_folder}[family](tmp_path_factory.mktemp(family))
 
 
 @pytest.fixture(scope="module")
@@ -36,9 +44,9 @@ def pipe(folder):
 
 
 @pytest.fixture(scope="module")
-def adapter(pipe):
+def adapter(pipe, family):
     """Random, of alpha 6 at rank 4."""
-    lora = loras.init(jax.random.key(0), pipe.params["transformer"], TARGETS, RANK)
+    lora = loras.init(jax.random.key(0), pipe.params["transformer"], (*TARGETS, *MORE_TARGETS[family]), RANK)
     keys = iter(jax.random.split(jax.random.key(1), len(jax.tree.leaves(lora))))
     return Adapter(jax.tree.map(lambda leaf: 0.2 * jax.random.normal(next(keys), leaf.shape), lora), 6.0)
 
@@ -50,17 +58,13 @@ def noise():
 
 @pytest.fixture(scope="module")
 def our_images(pipe, noise):
-    """(adapter, parameters) -> images; one program for all tests, with the layers' scale at 6 / 4."""
-    model, plan = pipeline.network(pipe.configs, lora_scale=1.5), flow.plan(pipeline.sigmas(pipe.configs, STEPS))
-    cond = pipeline.encode_prompts(pipe, [*PROMPTS, ""], LENGTH)
-    cond, uncond = jax.tree.map(lambda x: x[:-1], cond), jax.tree.map(lambda x: x[-1:], cond)
+    """(adapter, parameters) -> images; with the layers' scale at 6 / 4."""
 
-    @jax.jit
-    def run(params, lora):
-        velocity = pipeline.velocity(model, params["transformer"], lora, uncond, GUIDANCE)
-        return pipeline.decode(pipe.configs, params["vae"], flow.integrate(lambda x, s: velocity(x, s, cond), noise, plan))
+    def run(adapter, params=pipe.params):
+        with_params = dataclasses.replace(pipe, params={**pipe.params, **params})
+        return images.our_images(with_params, noise, GUIDANCE, STEPS, lora=adapter.lora, lora_scale=1.5)
 
-    return lambda adapter, params=pipe.params: np.asarray(run({name: params[name] for name in ("transformer", "vae")}, adapter.lora))
+    return run
 
 
 def times(adapter, factor):
@@ -71,35 +75,18 @@ def times(adapter, factor):
 
 @pytest.fixture(scope="module")
 def expected(our_images, adapter):
-    images = our_images(adapter)
+    base = our_images(adapter)
     for factor in (0, 1 / 1.5, 1.5):  # no adapter, alpha forgotten, alpha counted twice
-        assert np.abs(our_images(times(adapter, factor)) - images).max() > 0.02
-    return images
-
-
-def torch_pipeline(folder):
-    from diffusers import StableDiffusion3Pipeline
-
-    reference = StableDiffusion3Pipeline.from_pretrained(folder)
-    reference.set_progress_bar_config(disable=True)
-    return reference
+        assert np.abs(our_images(times(adapter, factor)) - base).max() > 0.02
+    return base
 
 
 def torch_images(reference, noise):
-    return reference(
-        PROMPTS,
-        height=noise.shape[1] * 4,
-        width=noise.shape[2] * 4,
-        num_inference_steps=STEPS,
-        guidance_scale=GUIDANCE,
-        latents=torch.from_numpy(np.array(noise)).permute(0, 3, 1, 2),
-        max_sequence_length=LENGTH,
-        output_type="np",
-    ).images
+    return images.torch_images(reference, noise, GUIDANCE, STEPS)
 
 
-def assert_same(images, expected):
-    np.testing.assert_allclose(images, expected, atol=2e-3, rtol=0)
+def assert_same(ours, expected):
+    np.testing.assert_allclose(ours, expected, atol=2e-3, rtol=0)
 
 
 def test_diffusers(folder, noise, adapter, expected, tmp_path):
@@ -158,6 +145,7 @@ def test_adapters_of_diffusers_and_peft_load_here(pipe, folder, noise, adapter, 
     assert_same(our_images(read_adapter(tmp_path, table, shapes, alpha=6.0)), theirs)
 
 
+@pytest.mark.parametrize("family", ["sd3"], indirect=True)
 def test_merge_keeps_shards_types_and_only_what_it_needs(folder, adapter, tmp_path):
     base = shutil.copytree(folder, tmp_path / "base")
     shutil.rmtree(base / "transformer")
@@ -187,6 +175,7 @@ def index_names(base):
     return [path.name for path in (base / "transformer").glob("*.index.json")]
 
 
+@pytest.mark.parametrize("family", ["sd3"], indirect=True)
 def test_refusals(folder, adapter, tmp_path):
     with pytest.raises(ValueError, match="format 'comfyui' is not one of diffusers, peft, merged"):
         export(adapter, folder, "comfyui", tmp_path / "out")

@@ -7,6 +7,9 @@ Stages, each resumed from its last checkpoint when the command is given again:
 3. scorer: a small CLIP that prefers pictures that show what was asked.
 4. export: the ordinary diffusers and transformers folders that ship with the package.
 5. report: what the exported models reach on held-out requests, as report.json in the workdir, and a picture.
+
+`--stages flux` is apart: it trains a small FLUX on the autoencoder and the text encoders of the tiny SD3 that ships, and writes it to the
+folder tiny_flux in the workdir.
 """
 
 import dataclasses
@@ -22,7 +25,7 @@ import tyro
 import densegrpo_jax
 from densegrpo_jax import pipeline
 from densegrpo_jax.models import vae
-from densegrpo_jax.scenes import checker, export, scorer, tiny_model, world
+from densegrpo_jax.scenes import checker, export, scorer, tiny_flux, tiny_model, world
 from densegrpo_jax.scenes.training import Run, load_leaves
 
 HERE = Path(__file__).parent
@@ -39,6 +42,7 @@ class Settings:
       vae_steps: optimiser steps of stage 1, batches of 32.
       flow_steps: optimiser steps of stage 2, batches of 32.
       scorer_steps: optimiser steps of stage 3.
+      flux_steps: optimiser steps of the tiny FLUX, batches of 32.
       save_every: optimiser steps between checkpoints.
       out: where `export` puts tiny_sd3 and preference_clip.
     """
@@ -49,6 +53,7 @@ class Settings:
     vae_steps: int = 1200
     flow_steps: int = 16000
     scorer_steps: int = 2000
+    flux_steps: int = 3000
     save_every: int = 500
     out: Path = HERE
 
@@ -98,6 +103,11 @@ def main(settings: Settings) -> None:
     """Runs the stages asked for."""
     settings.workdir.mkdir(parents=True, exist_ok=True)
     run = Run(settings.workdir, settings.seed, settings.save_every)
+    if "flux" in settings.stages:
+        pipe = tiny_flux.train(run, settings.flux_steps, HERE / "tiny_sd3")
+        export.write_folder(settings.workdir / "tiny_flux", pipe.configs, pipe.params)
+    if not {"vae", "flow", "scorer", "export", "report"} & set(settings.stages):
+        return
     if "vae" in settings.stages:
         tiny_model.train_vae(run, settings.vae_steps)
     vae_params = load_leaves(run.workdir / "vae_best.safetensors", vae.init(jax.random.key(0), tiny_model.VAE))
