@@ -14,6 +14,7 @@ from densegrpo_jax.rewards.base import Scores
 from densegrpo_jax.rewards.geneval import Detection
 
 LEFT, RIGHT, TOP, BOTTOM = (0, 40, 20, 60), (80, 40, 100, 60), (40, 0, 60, 20), (40, 80, 60, 100)
+FAR = (200, 40, 220, 60)  # on the right of RIGHT
 
 
 def things(name, *boxes, score=0.95):
@@ -71,8 +72,9 @@ TABLE = {
     "place: right": (PLACE, pair(LEFT, RIGHT), {}, (1, 1, 1, 1)),
     "place: wrong, which costs half": (PLACE, pair(RIGHT, LEFT), {}, (0, 0, 3 / 4, 2 / 3)),
     "place: no target": (PLACE, cats(1), {}, (0, 0, (0 + 1 + 0) / 3, 1 / 3)),
-    "place: two targets, so no target for exact counts": (PLACE, cats(1) + things("dog", RIGHT, BOTTOM), {}, (1, 0, 1 / 3, 1 / 3)),
-    "place: two cats": (PLACE, things("cat", LEFT, TOP) + things("dog", RIGHT), {}, (1, 0, (1 + 0 + 0) / 3, 1 / 3)),
+    "place: two dogs, the surer one is right": (PLACE, cats(1) + things("dog", RIGHT, LEFT), {}, (1, 0, 1 / 3, 1 / 3)),
+    "place: two dogs, the surer one is not": (PLACE, cats(1) + things("dog", LEFT, RIGHT), {}, (0, 0, 1 / 3, 1 / 3)),
+    "place: two cats, the surer one is right": (PLACE, things("cat", LEFT, FAR) + things("dog", RIGHT), {}, (1, 0, 1 / 3, 1 / 3)),
     "colors: right": (COLORS, pair(LEFT, RIGHT), {"cat": ["red"], "dog": ["blue"]}, (1, 1, 1, 1)),
     "colors: swapped": (COLORS, pair(LEFT, RIGHT), {"cat": ["blue"], "dog": ["red"]}, (0, 0, 1 / 2, 1 / 2)),
     "colors: one wrong": (COLORS, pair(LEFT, RIGHT), {"cat": ["red"], "dog": ["red"]}, (0, 0, 3 / 4, 3 / 4)),
