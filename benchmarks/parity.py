@@ -24,6 +24,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from importlib.metadata import version
+from itertools import pairwise
 from pathlib import Path
 from typing import NamedTuple
 
@@ -44,9 +45,11 @@ from transformers.models.clip.image_processing_pil_clip import CLIPImageProcesso
 
 from densegrpo_jax import flow, pipeline
 from densegrpo_jax.export import export
-from densegrpo_jax.models import clip, mmdit, sd3, t5, vae
+from densegrpo_jax.models import blip, clip, mmdit, score_head, sd3, t5, vae
 from densegrpo_jax.models import lora as loras
 from densegrpo_jax.models.adapter import Adapter
+from densegrpo_jax.rewards import aesthetic, imagereward
+from densegrpo_jax.rewards import clip as clip_rewards
 from densegrpo_jax.rewards.clip import ImageProcessing, prepare
 from tests.models.convert import params_from_torch
 from tests.tiny_folder import make_sd3_folder
@@ -132,7 +135,7 @@ def randomized(module):
             if parameter.ndim > 1:
                 parameter.copy_(noise if "embedding" in name or "shared" in name else noise * parameter[0].numel() ** -0.5)
             elif parameter.ndim == 1:
-                parameter.copy_(0.1 * noise + (1.0 if "norm" in name and name.endswith("weight") else 0.0))
+                parameter.copy_(0.1 * noise + (1.0 if "norm" in name.lower() and name.endswith("weight") else 0.0))
     return module.eval()
 
 
@@ -284,10 +287,99 @@ def clip_rows() -> list[Row]:
     processor = CLIPImageProcessorPil(size={"shortest_edge": 56}, crop_size={"height": 56, "width": 56})
     expected = np.stack(processor(list(images)).pixel_values).transpose(0, 2, 3, 1)
     pixels = normal(2, 56, 56, 3)
+
+    def hps(params, x, dtype):
+        spec = clip_rewards.Spec(config, ImageProcessing(56, None, framed=True), None, dtype)
+        texts = clip.CLIP(config, dtype).apply({"params": params}, ids[:2], method="embed_text")
+        return (clip_rewards.score(params, spec, x, texts),)
+
+    def their_hps(x):
+        output = theirs(torch.from_numpy(ids[:2]), framed(x, 56))
+        return (torch.nn.functional.cosine_similarity(output.image_embeds, output.text_embeds),)
+
+    head = torch_head(40)
+    aesthetic_params = {
+        "vision_model": params["vision_model"],
+        "mlp": params_from_torch(head.state_dict(prefix="mlp.layers."), score_head.name_table()),
+    }
+
+    def predict(params, x, dtype):
+        return (aesthetic.score(params, aesthetic.Spec(config.vision, ImageProcessing(None, None), dtype), x),)
+
+    def their_prediction(x):
+        vector = theirs.get_image_features(normalized(x)).pooler_output
+        return (head(vector / vector.norm(dim=-1, keepdim=True)),)
+
+    inside = np.random.default_rng(SEED).uniform(size=(2, 56, 56, 3)).astype(np.float32)
+    tall = np.random.default_rng(SEED).uniform(size=(2, 90, 70, 3)).astype(np.float32)
+    in_frame = jax.jit(prepare, static_argnums=0)(ImageProcessing(56, None, framed=True), images)
+    expected_frame = framed(torch.from_numpy(images).movedim(-1, 1) / 255, 56).movedim(1, -1)
     return [
         Row("CLIP image preparation", "90 x 70 bytes to 56 x 56", relative([prepared], [expected]), None, None, RELATIVE),
         compare("CLIP vision", "ViT, projected", embed, lambda x: (theirs.get_image_features(x).pooler_output,), params, pixels),
         compare("CLIP score", "2 images with 3 texts", score, their_score, params, pixels),
+        Row("HPSv2.1 image preparation", "90 x 70 bytes framed by 56 x 56", relative([in_frame], [expected_frame]), None, None, RELATIVE),
+        compare("HPSv2.1 score", "2 images of 90 x 70, prepared", hps, their_hps, params, tall),
+        compare("aesthetic score", "ViT, unit vector, five layers", predict, their_prediction, aesthetic_params, inside),
+    ]
+
+
+def normalized(x):
+    mean, std = (torch.tensor(values)[:, None, None] for values in (ImageProcessing.image_mean, ImageProcessing.image_std))
+    return (x - mean) / std
+
+
+def framed(x, side: int):
+    """HPSv2's preparation of images [N, 3, H, W] in [0, 1]: the longer edge resized to `side`, black bars."""
+    height, width = (round(n * side / max(x.shape[2:])) for n in x.shape[2:])
+    x = torch.nn.functional.interpolate(x, (height, width), mode="bicubic", antialias=True)
+    h, w = side - height, side - width
+    return normalized(torch.nn.functional.pad(x, (w // 2, w - w // 2, h // 2, h - h // 2)))
+
+
+def torch_head(width: int):
+    """The five linear layers with their dropouts, [N, width] -> [N]."""
+    layers = [torch.nn.Linear(*pair) for pair in pairwise([width, *score_head.WIDTHS])]
+    for place in (1, 3, 5):
+        layers.insert(place, torch.nn.Dropout(0.2))
+    return randomized(torch.nn.Sequential(*layers, torch.nn.Flatten(0)))
+
+
+def blip_rows() -> list[Row]:
+    text = dict(vocab_size=60, hidden_size=48, encoder_hidden_size=64, intermediate_size=96, num_hidden_layers=4, num_attention_heads=4)
+    vision = dict(hidden_size=64, intermediate_size=128, num_hidden_layers=4, num_attention_heads=4, image_size=56, patch_size=14)
+    values = dict(model_type="blip", text_config=text, vision_config=vision)
+    theirs = transformers.BlipConfig(**values)
+    sees = randomized(transformers.BlipVisionModel(theirs.vision_config))
+    reads, head = randomized(transformers.BlipTextModel(theirs.text_config, add_pooling_layer=False)), torch_head(48)
+    parts = (("vision_model.", sees), ("text_encoder.", reads), ("mlp.layers.", head))
+    state = {name: tensor for prefix, part in parts for name, tensor in part.state_dict(prefix=prefix).items()}
+    config = blip.BLIPConfig.from_json(values)
+    params = params_from_torch(state, blip.name_table(config))
+    ids, mask = np.random.default_rng(SEED).integers(0, 60, (2, 20)), np.ones((2, 20), int)
+    mask[1, 9:] = 0
+
+    def see(params, x, dtype):
+        return (blip.BLIPVision(config.vision, dtype).apply({"params": params["vision_model"]}, x),)
+
+    def read(params, x, dtype):
+        return (blip.BLIPText(config.text, dtype).apply({"params": params["text_encoder"]}, ids, mask, x),)
+
+    def their_read(x):
+        return (reads(torch.from_numpy(ids), torch.from_numpy(mask), encoder_hidden_states=x).last_hidden_state,)
+
+    def score(params, x, dtype):
+        return (imagereward.score(params, imagereward.Spec(config, ImageProcessing(None, None), dtype), x, (ids, mask)),)
+
+    def their_score(x):
+        hidden = their_read(sees(normalized(x)).last_hidden_state)[0]
+        return ((head(hidden[:, 0]) - imagereward.MEAN) / imagereward.STD,)
+
+    inside = np.random.default_rng(SEED).uniform(size=(2, 56, 56, 3)).astype(np.float32)
+    return [
+        compare("BLIP vision", "ViT, all tokens", see, lambda x: (sees(x).last_hidden_state,), params, normal(2, 56, 56, 3)),
+        compare("BLIP text", "with cross-attention to 17 image tokens, padded", read, their_read, params, normal(2, 17, 64)),
+        compare("ImageReward score", "2 images with their texts", score, their_score, params, inside),
     ]
 
 
@@ -381,6 +473,7 @@ def measure(quick: bool) -> Iterator[Row]:
     yield clip_text_row("OpenCLIP-bigG kind: gelu", **sizes, projection_dim=80, hidden_act="gelu")
     yield t5_row()
     yield from clip_rows()
+    yield from blip_rows()
     yield schedule_row()
     with tempfile.TemporaryDirectory() as scratch:
         folder = make_sd3_folder(Path(scratch) / "model", SEED)
