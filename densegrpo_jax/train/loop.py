@@ -28,7 +28,7 @@ from densegrpo_jax.objective import guard_weights, step_metrics, tempflow_weight
 from densegrpo_jax.policy import Policy
 from densegrpo_jax.prompts import PromptSet
 from densegrpo_jax.rewards import Reward, Scores
-from densegrpo_jax.rewards.health import complaints, step_health
+from densegrpo_jax.rewards.health import alarms, complaints, step_health
 from densegrpo_jax.train import checkpoint, metrics, phases, psi, report
 from densegrpo_jax.train import state as states
 
@@ -61,6 +61,7 @@ def _run(config: Config, credit_method: Callable | None, extra_rewards: dict[str
     tables = phases.sampler(config, sigmas, shift, step=0)
     check(config, int(tables.trained.sum()), devices=1)
     train_prompts, held_out = prompt_lists.load(config.prompts.train), prompt_lists.load(config.prompts.evaluation)
+    print("\n".join(prompt_lists.describe(train_prompts, held_out)), flush=True)
     _report_truncation(policy, [*train_prompts.texts, *held_out.texts])
     weights = reward_weights(config)
     sources = reward_sources(config)
@@ -166,6 +167,8 @@ def _run(config: Config, credit_method: Callable | None, extra_rewards: dict[str
         last = done == config.run.steps or stop["asked"]
         if config.evaluation.every and (done % config.evaluation.every == 0 or last):
             evaluate(_averaged(config, state), done)
+            for alarm in alarms(metrics.read(workdir / "evaluation.jsonl"), list(weights)):
+                bar.write(f"warning: {alarm.line()}")
         if done % config.run.save_every == 0 or last:
             checkpoint.save(saver, state)
         if last or (config.run.report_every and done % config.run.report_every == 0):

@@ -11,6 +11,7 @@ import numpy as np
 from PIL import Image
 
 from densegrpo_jax.config import reward_name
+from densegrpo_jax.rewards.health import alarms, paired_change
 from densegrpo_jax.train import metrics
 
 INK, ACCENT, GOOD, BAD, SOFT = "#1f2933", "#3867d6", "#20bf6b", "#eb3b5a", "#cbd2d9"
@@ -68,12 +69,7 @@ def paired_difference(before: dict, after: dict, name: str | None = None) -> tup
       name: a reward; None for the weighted total.
     """
     pick = (lambda r: r["total"]) if name is None else (lambda r: r["rewards"][name])
-    difference = np.array(pick(after), float) - np.array(pick(before), float)
-    prompt, good = np.array(before["prompt"]), np.isfinite(difference)
-    clusters = [difference[good & (prompt == p)] for p in np.unique(prompt[good])]
-    sums = np.array([c.sum() - c.size * difference[good].mean() for c in clusters])
-    factor = len(clusters) / max(len(clusters) - 1, 1)
-    return float(difference[good].mean()), float(np.sqrt(factor * (sums**2).sum()) / good.sum())
+    return paired_change(pick(before), pick(after), before["prompt"])
 
 
 def compared(workdir: Path) -> tuple[dict, dict] | None:
@@ -176,7 +172,8 @@ def _rewards(steps, evaluations, config) -> str:
         axis.set_title(f"{name}: held-out, paired with the base" + ("" if name in map(reward_name, config["rewards"]) else " (witness)"))
     for axis in axes:
         axis.set_xlabel("training step")
-    return _svg(figure) + "<p class=note>Bands are two standard errors, clustered by prompt.</p>"
+    found = "".join(f"<p><b>{html.escape(alarm.line())}</b></p>" for alarm in alarms(evaluations, config["rewards"]))
+    return found + _svg(figure) + "<p class=note>Bands are two standard errors, clustered by prompt.</p>"
 
 
 def _levels(steps) -> str:
