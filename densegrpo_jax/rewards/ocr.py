@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from densegrpo_jax.rewards.base import Reward
+from densegrpo_jax.rewards.base import Reward, host
 from densegrpo_jax.scenes.checker import edit_distance
 
 QUOTED = re.compile('"([^"]*)"|“([^”]*)”')
@@ -117,7 +117,7 @@ def as_reward(read: Callable[[np.ndarray], str], workers: int | None = None) -> 
         values = np.array([np.nan if isinstance(result, Exception) else result for result in results], np.float64)
         return values, np.isfinite(values)
 
-    return reward
+    return host(reward, workers=2)  # the second call fills the pool while the last images of the first are read
 
 
 def load(detect: bool = True, workers: int | None = None) -> Reward:
