@@ -16,7 +16,7 @@ MODULES = sorted(m.name for m in pkgutil.walk_packages([str(ROOT)], "densegrpo_j
 
 FLOORS = [  # from the ground up; the first prefix that fits decides
     (1, ("flow", "credit", "objective", "models.source", "models.component_json")),
-    (2, ("models", "pipeline", "parallel", "config")),
+    (2, ("models", "families", "pipeline", "parallel", "config")),
     (5, ("cli", "scenes.pretrain")),
     (3, ("rewards", "scenes", "prompts", "policy")),
     (4, ("train", "evaluate", "calibrate", "plan", "sample", "export")),

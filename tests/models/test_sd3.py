@@ -8,6 +8,7 @@ from flax import traverse_util
 
 from densegrpo_jax.models import lora as adapters
 from densegrpo_jax.models.sd3 import SD3Config, SD3Transformer, block_groups, name_table
+from tests.models.compare import close, drawn
 
 SMALL = {
     "sample_size": 8,
@@ -58,22 +59,14 @@ def make_inputs(config, batch=2, height=10, width=6, text=5):
     )
 
 
-def random_params(config, seed=0, std=0.3):
-    """Random everywhere, also where training starts from zero."""
+def random_params(config):
     shapes = jax.eval_shape(SD3Transformer(config).init, jax.random.key(0), *make_inputs(config))["params"]
-    leaves, treedef = jax.tree.flatten(shapes)
-    keys = jax.random.split(jax.random.key(seed), len(leaves))
-    return jax.tree.unflatten(treedef, [std * jax.random.normal(key, leaf.shape) for key, leaf in zip(keys, leaves)])
+    return drawn(shapes)
 
 
 def random_lora(params, rank=3):
     lora = adapters.init(jax.random.key(1), params, rank=rank)
     return jax.tree.map(lambda leaf: 0.1 * jax.random.normal(jax.random.key(leaf.size), leaf.shape), lora)
-
-
-def close(ours, theirs, bound=5e-5):
-    scale = np.abs(np.asarray(theirs)).max()
-    np.testing.assert_allclose(np.asarray(ours), np.asarray(theirs), atol=bound * scale, rtol=0)
 
 
 @pytest.fixture(scope="module")
