@@ -26,7 +26,9 @@ def test_no_text_is_in_both_parts_and_no_prompt_comes_twice(parts):
     assert not texts[0] & texts[1]
     for part in parts:
         assert len({prompt.casefold() for prompt in part}) == len(part)
-    # Whatever the seed: the split is a property of the text.
+    # Whatever the seed, and the case: the split is a property of the words.
+    for testing, part in enumerate(parts):
+        assert {ocr.is_for_testing(target_text(prompt)) for prompt in part} == {bool(testing)}
     assert not texts[0] & {target_text(prompt).casefold() for prompt in ocr.generate(0, 300, seed=2)[1]}
 
 
