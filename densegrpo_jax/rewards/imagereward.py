@@ -1,8 +1,8 @@
 """ImageReward (Xu et al. 2023, arXiv 2304.05977): BLIP looks at image and prompt, a head scores; about -2 to 2.
 
-score = (head - MEAN) / STD, the constants that its authors subtract and divide by. The folder is what `tools/convert_scorer.py
-imagereward` writes: config.json of a BlipForImageTextRetrieval, its weights with the head as "mlp.layers.N", BERT's tokenizer, and
-preprocessor_config.json.
+score = (head - MEAN) / STD, the constants that its authors subtract and divide by. Network, names and prompts follow their published
+program; their weights have not been loaded here. The folder is what `tools/convert_scorer.py imagereward` writes: config.json of a
+BlipForImageTextRetrieval, its weights with the head as "mlp.layers.N", BERT's tokenizer, and preprocessor_config.json.
 """
 
 from collections.abc import Mapping, Sequence
