@@ -42,6 +42,8 @@ class Handler(BaseHTTPRequestHandler):
             SEEN[fault] = SEEN.get(fault, 0) + 1
             seen = SEEN[fault]
         scores = [0.25] * count
+        if fault == "sick":  # something else each time
+            fault = ("good", "error", "nan", "short", "null", "html", "hung", "cut")[seen % 8]
         if fault == "hung":
             time.sleep(60)
         elif fault == "trickle":

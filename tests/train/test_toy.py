@@ -180,6 +180,9 @@ def test_failed_scores_are_masked_and_counted(tmp_path):
         assert 0.4 < record["reward"] < 0.9  # failed scores are not zeros in the mean
 
 
+small = {"run": {"steps": 1}, "prompts": {"per_step": 1}, "optimizer": {"updates": 2}}
+
+
 def test_host_rewards_score_while_sampling_goes_on_with_the_same_result(tmp_path, monkeypatch):
     from densegrpo_jax import rewards
     from densegrpo_jax.rewards.base import host
@@ -191,16 +194,36 @@ def test_host_rewards_score_while_sampling_goes_on_with_the_same_result(tmp_path
         calls.append(len(images))
         return toy.spot_reward(images, prompts)
 
-    settings = {"run": {"steps": 1}, "rewards": ("spot",), "sampling": {"chunk": 24, "decode_chunk": 200}}
+    settings = {"rewards": ("spot",), "sampling": {"num_steps": 4, "chunk": 12, "decode_chunk": 30}, **small}
     train(config(tmp_path / "overlapped", **settings), extra_rewards={"spot": host(spot, 2)})
-    assert calls == [132] * 8  # four chunks, each 24 x 11 images in two parts
+    assert calls == [30] * 4  # two chunks, each 12 x 5 images in two parts
     train(config(tmp_path / "whole", **settings), extra_rewards={"spot": spot})
     monkeypatch.setattr(rewards, "score_parts", functools.partial(rewards.score_parts, overlap=False))
     train(config(tmp_path / "in_turn", **settings), extra_rewards={"spot": host(spot, 2)})
-    overlapped, whole, in_turn = (steps(tmp_path / name) for name in ("overlapped", "whole", "in_turn"))
-    assert [without_clock(r) for r in overlapped] == [without_clock(r) for r in in_turn]
-    assert overlapped[0]["reward"] == pytest.approx(whole[0]["reward"], abs=1e-5)
-    assert all(0.0 < r["reward_wait"] < 1.0 and 0.0 < r["images"]["brightness"] < 1.0 for r in overlapped)
+    overlapped, whole, in_turn = (steps(tmp_path / name)[0] for name in ("overlapped", "whole", "in_turn"))
+    assert without_clock(overlapped) == without_clock(in_turn)
+    assert overlapped["reward"] == pytest.approx(whole["reward"], abs=1e-5)
+    assert 0.0 < overlapped["reward_wait"] < 1.0 and 0.0 < overlapped["images"]["brightness"] < 1.0
+
+
+def test_training_goes_on_with_a_server_that_is_sick_and_takes_no_false_zero(tmp_path, capsys):
+    from densegrpo_jax.config import RewardServer
+    from tests.rewards.test_http import start
+
+    process, url = start()
+    try:
+        names, server = ("toy_spot", f"mean@{url}/sick"), RewardServer(timeout=2.0, attempts=1, batch=10, on_failure="mask")
+        train(config(tmp_path, rewards=names, reward_server=server, sampling={"num_steps": 4}, **small))
+    finally:
+        process.kill()
+        process.wait()
+    (record,) = steps(tmp_path)
+    health = record["reward_health"]["mean"]
+    assert health["scores"] == 120 and 60 <= health["masked"] < 120 and record["masked"] == health["masked"]
+    assert record["rewards"]["mean"] == 0.25  # whatever was scored
+    assert record["reward_wait"] * record["seconds"] < 12 * 2.0  # 12 requests, of which one hangs
+    assert np.isfinite(record["last_update"]["grad_norm"])
+    assert f"reward 'mean': {health['masked']} of 120 images could not be scored" in capsys.readouterr().out
 
 
 def test_what_is_wrong_with_a_reward_is_named_once_and_counted_at_every_step(tmp_path, capsys):
@@ -214,7 +237,7 @@ def test_normalised_rewards_do_not_count_for_their_units(tmp_path):
         return np.asarray(images, np.float64)[:, 0, 0, 0]
 
     records = {}
-    settings = {"rewards": ("toy_spot", "corner=-1"), "credit": {"reward_normalization": "group"}, "run": {"steps": 1}}
+    settings = {"rewards": ("toy_spot", "corner=-1"), "credit": {"reward_normalization": "group"}, **small}
     for scale in (1.0, 100.0):
         workdir, rewards = tmp_path / str(scale), {"corner": lambda *args, s=scale: s * corner(*args)}
         train(config(workdir, **settings), extra_rewards=rewards)
