@@ -39,25 +39,27 @@ import numpy as np
 import torch
 import transformers
 from diffusers.models.attention import JointTransformerBlock
+from diffusers.pipelines.flux.pipeline_flux import calculate_shift
 from peft import PeftModel
 from torch.func import functional_call
 from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
 
 from densegrpo_jax import flow, pipeline
 from densegrpo_jax.export import export
-from densegrpo_jax.models import blip, clip, mmdit, score_head, sd3, t5, vae
+from densegrpo_jax.models import blip, clip, flux, mmdit, score_head, sd3, t5, vae
 from densegrpo_jax.models import lora as loras
 from densegrpo_jax.models.adapter import Adapter
+from densegrpo_jax.models.layers import rotary_table
 from densegrpo_jax.rewards import aesthetic, imagereward
 from densegrpo_jax.rewards import clip as clip_rewards
 from densegrpo_jax.rewards.clip import ImageProcessing, prepare
+from tests.images import our_images, torch_images, torch_pipeline
 from tests.models.convert import params_from_torch
-from tests.tiny_folder import make_sd3_folder
+from tests.tiny_folder import make_flux_folder, make_sd3_folder
 
 SEED = 0
 RELATIVE, ABSOLUTE, PIXEL = 1e-4, 1e-6, 2e-3  # bounds: network values, noise levels, images
 BEGIN, END = "<!-- table: begin -->", "<!-- table: end -->"
-PROMPTS, NEGATIVE, LENGTH = ["a red cat", "the sign says hello"], "blue dog", 16
 RANK, ALPHA = 4, 6.0  # of the adapter; different, so that a wrong strength shows
 
 
@@ -193,6 +195,63 @@ def block_row(name: str) -> Row:
 
     params = jax.tree.map(lambda leaf: leaf[0], params["blocks_0"])
     return compare("transformer block", f"{name} kind, both streams", ours, run, params, normal(2, 60, 64))
+
+
+FLUX = dict(
+    in_channels=64, num_layers=3, num_single_layers=5, attention_head_dim=16, num_attention_heads=4, joint_attention_dim=48,
+    pooled_projection_dim=40, axes_dims_rope=(4, 6, 6),
+)  # fmt: skip
+
+
+def flux_rows(name: str, guidance_embeds: bool) -> Iterator[Row]:
+    """The transformer, and one block of each kind."""
+    theirs = randomized(diffusers.FluxTransformer2DModel(**FLUX, guidance_embeds=guidance_embeds))
+    config = flux.FluxConfig.from_json(json.loads(theirs.to_json_string()))
+    params = params_from_torch(theirs.state_dict(), flux.name_table(config))
+    sigma, context, pooled = np.array([0.03, 0.9], np.float32), normal(2, 20, 48), normal(2, 40)
+    guidance = [np.array([1.0, 3.5], np.float32)] if guidance_embeds else []
+    rows, columns = 10, 6
+    ids = torch.tensor([[0, row, column] for row in range(rows) for column in range(columns)])
+    text_ids = torch.zeros(20, 3)
+    pack, unpack = diffusers.FluxPipeline._pack_latents, diffusers.FluxPipeline._unpack_latents
+
+    def ours(params, x, dtype):
+        return (flux.FluxTransformer(config, dtype).apply({"params": params}, x, sigma, context, pooled, *guidance),)
+
+    def run(x):
+        given = {"guidance": torch.from_numpy(guidance[0])} if guidance else {}
+        out = theirs(
+            hidden_states=pack(x.contiguous(), *x.shape), encoder_hidden_states=torch.from_numpy(context), img_ids=ids, txt_ids=text_ids,
+            pooled_projections=torch.from_numpy(pooled), timestep=torch.from_numpy(sigma), **given,
+        ).sample  # fmt: skip
+        return (unpack(out, 16 * rows, 16 * columns, 8),)
+
+    what = f"{name} kind: {config.num_layers} double, {config.num_single_layers} single blocks"
+    yield compare("transformer", what, ours, run, params, normal(2, 2 * rows, 2 * columns, 16))
+    if not guidance_embeds:
+        return
+    text, c, table = normal(2, 20, config.width), normal(2, config.width), rotary_table(config.axes_dims_rope, rows, columns)
+    with_text = [np.concatenate([part, np.full((20, part.shape[1]), fill, np.float32)]) for part, fill in zip(table, (1, 0), strict=True)]
+    first = {path: jax.tree.map(lambda leaf: leaf[0], params[path]) for path in ("blocks", "single_blocks")}
+    args = {"temb": torch.from_numpy(c), "image_rotary_emb": theirs.pos_embed(torch.cat([text_ids.long(), ids]))}
+
+    def double(params, x, dtype):
+        block = mmdit.JointBlock(config.num_attention_heads, True, dtype, "auto", 1.0)
+        return block.apply({"params": params}, (x.astype(dtype), jnp.asarray(text, dtype)), (jax.nn.silu(c), table))[0]
+
+    def single(params, x, dtype):
+        block = flux.SingleBlock(config.num_attention_heads, dtype, "auto", 1.0)
+        tokens = jnp.concatenate([x.astype(dtype), jnp.asarray(text, dtype)], axis=1)
+        out = block.apply({"params": params}, tokens, (jax.nn.silu(c), with_text))[0]
+        return out[:, : rows * columns], out[:, rows * columns :]
+
+    for path, block, their_block in (
+        ("blocks", double, theirs.transformer_blocks[0]),
+        ("single_blocks", single, theirs.single_transformer_blocks[0]),
+    ):
+        what = f"{name} kind, {'double' if block is double else 'single'}, both streams"
+        run_block = lambda x, block=their_block: block(x, torch.from_numpy(text), **args)[::-1]  # noqa: E731
+        yield compare("transformer block", what, block, run_block, first[path], normal(2, rows * columns, config.width))
 
 
 def vae_rows(name: str, widths: tuple[int, ...], **values) -> list[Row]:
@@ -383,71 +442,46 @@ def blip_rows() -> list[Row]:
     ]
 
 
-def schedule_row() -> Row:
+def schedule_rows() -> Iterator[Row]:
     differences = []
     for shift in (1.0, 3.0):
         for steps in (1, 2, 10, 28, 40):
             scheduler = diffusers.FlowMatchEulerDiscreteScheduler(shift=shift)
             scheduler.set_timesteps(steps)
             differences.append(distance(flow.sd3_sigmas(steps, shift), scheduler.sigmas))
-    return Row("noise schedule", "shift 1 and 3; 1 to 40 steps", float(np.max(differences)), None, None, ABSOLUTE)
+    yield Row("noise schedule", "shift 1 and 3; 1 to 40 steps", float(np.max(differences)), None, None, ABSOLUTE)
+    differences = []
+    for tokens in (16, 1024, 4096):
+        for steps in (1, 6, 28):
+            scheduler = diffusers.FlowMatchEulerDiscreteScheduler(shift=3.0, use_dynamic_shifting=True)
+            scheduler.set_timesteps(sigmas=np.linspace(1.0, 1 / steps, steps), mu=calculate_shift(tokens))
+            differences.append(distance(flow.flux_sigmas(steps, tokens), scheduler.sigmas))
+    yield Row("noise schedule", "FLUX.1-dev: 16 to 4096 tokens; 1 to 28 steps", float(np.max(differences)), None, None, ABSOLUTE)
 
 
 # --- end to end ------------------------------------------------------------------------------------------------------
 
 
-def torch_pipeline(folder: Path):
-    reference = diffusers.StableDiffusion3Pipeline.from_pretrained(folder)
-    reference.set_progress_bar_config(disable=True)
-    return reference
-
-
-def torch_images(reference, noise: np.ndarray, guidance: float, steps: int) -> np.ndarray:
-    """Images [B, H, W, 3] in [0, 1] from noise [B, h, w, C]."""
-    height, width = (side * reference.vae_scale_factor for side in noise.shape[1:3])
-    return reference(
-        PROMPTS, negative_prompt=[NEGATIVE] * len(PROMPTS), height=height, width=width, num_inference_steps=steps, guidance_scale=guidance,
-        latents=torch.from_numpy(noise).permute(0, 3, 1, 2), max_sequence_length=LENGTH, output_type="np",
-    ).images  # fmt: skip
-
-
-def our_images(pipe, noise: np.ndarray, guidance: float, steps: int, lora: dict | None = None) -> np.ndarray:
-    cond = pipeline.encode_prompts(pipe, [*PROMPTS, NEGATIVE], LENGTH)
-    uncond = jax.tree.map(lambda x: x[-1:], cond) if guidance > 1 else None
-    cond = jax.tree.map(lambda x: x[:-1], cond)
-    scale = ALPHA / RANK if lora else 1.0
-    model, plan = pipeline.network(pipe.configs, lora_scale=scale), flow.plan(pipeline.sigmas(pipe.configs, steps))
-
-    @jax.jit
-    def run(params, lora, noise, cond, uncond):
-        velocity = pipeline.velocity(model, params["transformer"], lora, uncond, guidance)
-        latents = flow.integrate(lambda x, sigma: velocity(x, sigma, cond), noise, plan)
-        return pipeline.decode(pipe.configs, params["vae"], latents)
-
-    params = {name: pipe.params[name] for name in ("transformer", "vae")}
-    return np.asarray(run(params, lora, noise, cond, uncond))
-
-
-def image_rows(folder: Path, pipe: pipeline.Pipeline, quick: bool) -> Iterator[Row]:
-    reference, steps = torch_pipeline(folder), 2 if quick else 10
-    for height, width, guidance in [(24, 48, 4.5)] if quick else [(32, 32, 1.0), (32, 32, 4.5), (24, 48, 1.0), (24, 48, 4.5)]:
+def image_rows(name: str, folder: Path, pipe: pipeline.Pipeline, cases: list[tuple[int, int, float]], steps: int) -> Iterator[Row]:
+    reference = torch_pipeline(folder)
+    for height, width, guidance in cases:
         noise = normal(2, *pipeline.latent_shape(pipe.configs, height, width))
         worst = distance(our_images(pipe, noise, guidance, steps), torch_images(reference, noise, guidance, steps))
         what = f"{height} x {width}, guidance {guidance:g}, {steps} steps"
-        yield Row("image, SD3.5-Medium kind", what, worst, None, None, PIXEL)
+        yield Row(f"image, {name} kind", what, worst, None, None, PIXEL)
 
 
-def adapter_rows(folder: Path, pipe: pipeline.Pipeline, quick: bool) -> Iterator[Row]:
+def adapter_rows(name: str, folder: Path, pipe: pipeline.Pipeline, formats: tuple[str, ...], steps: int) -> Iterator[Row]:
     """A random adapter here, and exported to the libraries."""
     lora = loras.init(jax.random.key(SEED), pipe.params["transformer"], rank=RANK)
     rng = np.random.default_rng(SEED)
     lora = jax.tree.map(lambda leaf: rng.normal(scale=0.2, size=leaf.shape).astype(np.float32), lora)
-    noise, guidance, steps = normal(2, *pipeline.latent_shape(pipe.configs, 24, 32)), 4.5, 2 if quick else 10
-    ours = our_images(pipe, noise, guidance, steps, lora)
+    noise, guidance = normal(2, *pipeline.latent_shape(pipe.configs, 24, 32)), 4.5
+    ours = our_images(pipe, noise, guidance, steps, lora=lora, lora_scale=ALPHA / RANK)
     if distance(ours, torch_images(torch_pipeline(folder), noise, guidance, steps)) < 10 * PIXEL:
         raise RuntimeError("the adapter does not show in the image: nothing to compare")
-    for format in ("peft",) if quick else ("diffusers", "peft", "merged"):
-        out, reference = export(Adapter(lora, ALPHA), folder, format, folder.parent / format), torch_pipeline(folder)
+    for format in formats:
+        out, reference = export(Adapter(lora, ALPHA), folder, format, folder.parent / f"{folder.name}-{format}"), torch_pipeline(folder)
         if format == "diffusers":
             reference.load_lora_weights(out)
         elif format == "peft":
@@ -456,13 +490,28 @@ def adapter_rows(folder: Path, pipe: pipeline.Pipeline, quick: bool) -> Iterator
             reference = torch_pipeline(out)
         worst = distance(ours, torch_images(reference, noise, guidance, steps))
         what = {"diffusers": "load_lora_weights of diffusers", "peft": "PEFT", "merged": "merged folder in diffusers"}[format]
-        yield Row("image, exported adapter", f"{what}; 24 x 32, {steps} steps", worst, None, None, PIXEL)
+        yield Row("image, exported adapter", f"{name} kind, {what}; 24 x 32, {steps} steps", worst, None, None, PIXEL)
+
+
+def folder_rows(quick: bool) -> Iterator[Row]:
+    """Images of whole folders, and of adapters."""
+    steps, formats = (2, ("peft",)) if quick else (10, ("diffusers", "peft", "merged"))
+    with tempfile.TemporaryDirectory() as scratch:
+        for name, make, strong in (("SD3.5-Medium", make_sd3_folder, 4.5), ("FLUX.1-dev", make_flux_folder, 3.5)):
+            folder = make(Path(scratch) / name, SEED)
+            pipe = pipeline.load(folder, jnp.float32)
+            cases = [(32, 32, 1.0), (32, 32, strong), (24, 48, 1.0), (24, 48, strong)]
+            yield from image_rows(name, folder, pipe, cases[-1:] if quick else cases, steps)
+            yield from adapter_rows(name, folder, pipe, formats, steps)
 
 
 def measure(quick: bool) -> Iterator[Row]:
     names = ["SD3.5-Medium"] if quick else list(VARIANTS)
     yield from map(transformer_row, names)
     yield from map(block_row, names if quick else ("SD3-Medium", "SD3.5-Medium"))
+    yield from flux_rows("FLUX.1-dev", guidance_embeds=True)
+    if not quick:
+        yield from flux_rows("FLUX.1-schnell", guidance_embeds=False)
     widths = (16, 32) if quick else (16, 16, 32, 32)
     yield from vae_rows("SD3, FLUX kind: 16 channels", widths, latent_channels=16, use_quant_conv=False, use_post_quant_conv=False)
     if not quick:
@@ -474,12 +523,8 @@ def measure(quick: bool) -> Iterator[Row]:
     yield t5_row()
     yield from clip_rows()
     yield from blip_rows()
-    yield schedule_row()
-    with tempfile.TemporaryDirectory() as scratch:
-        folder = make_sd3_folder(Path(scratch) / "model", SEED)
-        pipe = pipeline.load(folder, jnp.float32)
-        yield from image_rows(folder, pipe, quick)
-        yield from adapter_rows(folder, pipe, quick)
+    yield from schedule_rows()
+    yield from folder_rows(quick)
 
 
 # --- main ------------------------------------------------------------------------------------------------------------

@@ -118,7 +118,7 @@ def train(run: Run, steps: int, folder: Path) -> Pipeline:
     encode = jax.jit(lambda x: vae.normalize_latents(vae_config, vae.encode(vae_params, vae_config, tiny_model.to_signed(x))[0]))
 
     def make(number):
-        images, drawn = tiny_model.draw_pool((run.seed, 4, number), POOL)
+        _, images, drawn = tiny_model.draw_pool((run.seed, 4, number), POOL)
         left_out = np.random.default_rng((run.seed, 5, number)).random(POOL) < tiny_model.EMPTY_CAPTION
         cond = encode_text(["" if out else request["prompt"] for out, request in zip(left_out, drawn, strict=True)])
         latents = np.concatenate([np.asarray(encode(part)) for part in np.split(images, POOL // 128)])

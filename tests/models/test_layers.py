@@ -13,6 +13,7 @@ from densegrpo_jax.models.layers import (
     normalize,
     patchify,
     position_table,
+    rotary_table,
     timestep_embedding,
     unpatchify,
 )
@@ -197,6 +198,9 @@ def test_patches_are_rows_of_row_column_channel_and_come_back():
     assert patches.shape == (2, 6, 12)
     np.testing.assert_array_equal(patches[1, 4].reshape(2, 2, 3), x[1, 2:4, 2:4])
     np.testing.assert_array_equal(unpatchify(patches, 2, 4, 6), x)
+    packed = patchify(x, 2, channels_first=True)
+    np.testing.assert_array_equal(packed.reshape(*patches.shape[:2], -1, 4).swapaxes(2, 3).reshape(patches.shape), patches)
+    np.testing.assert_array_equal(unpatchify(packed, 2, 4, 6, channels_first=True), x)
 
 
 @pytest.mark.parametrize(
@@ -204,6 +208,8 @@ def test_patches_are_rows_of_row_column_channel_and_come_back():
     [
         (lambda: patchify(jnp.zeros((1, 5, 4, 1)), 2), "multiples of 2"),
         (lambda: unpatchify(jnp.zeros((1, 5, 4)), 2, 4, 4), "5 patches"),
+        (lambda: rotary_table((2, 3, 4), 2, 2), "three even widths"),
+        (lambda: rotary_table((4, 4), 2, 2), "three even widths"),
         (lambda: timestep_embedding(jnp.zeros(()), 8), "shape"),
         (lambda: timestep_embedding(jnp.zeros(2), 7), "even"),
         (lambda: position_table(6, 2, 2), "multiple of 4"),
