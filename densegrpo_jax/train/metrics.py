@@ -5,6 +5,7 @@ import json
 import math
 import os
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -65,13 +66,17 @@ def boards(workdir: Path, wandb: bool) -> list[Callable[[dict], None]]:
     Raises:
       ValueError: W&B was asked for and is not installed.
     """
-    from tensorboardX import SummaryWriter
+    # Not SummaryWriter: it writes in a thread, which a full disk ends, and then its flush waits forever.
+    from tensorboardX.event_file_writer import EventsWriter
+    from tensorboardX.proto.event_pb2 import Event
+    from tensorboardX.proto.summary_pb2 import Summary
 
-    board = SummaryWriter(str(workdir / "tensorboard"))
+    (workdir / "tensorboard").mkdir(exist_ok=True)
+    board = EventsWriter(str(workdir / "tensorboard" / "events"))
 
     def to_tensorboard(record: dict) -> None:
-        for name, value in _scalars(record).items():
-            board.add_scalar(name, value, record["step"])
+        values = [Summary.Value(tag=name, simple_value=value) for name, value in _scalars(record).items()]
+        board.write_event(Event(wall_time=time.time(), step=record["step"], summary=Summary(value=values)))
         board.flush()
 
     if not wandb:

@@ -51,3 +51,18 @@ def test_paired_difference_is_clustered_by_prompt():
 def test_metrics_are_json_for_any_reader(tmp_path):
     metrics.append(tmp_path / "m", {"step": 0, "x": float("nan")})
     json.loads((tmp_path / "m").read_text(), parse_constant=lambda name: pytest.fail(f"{name} is not JSON"))
+
+
+def test_tensorboard_files_hold_each_number_of_a_step(tmp_path):
+    from tensorboardX.proto.event_pb2 import Event
+
+    (write,) = metrics.boards(tmp_path, wandb=False)
+    write({"step": 3, "reward": 0.5, "gains": {"std": [1.0, None]}, "name": "x"})
+    (path,) = (tmp_path / "tensorboard").iterdir()
+    data, at, events = path.read_bytes(), 0, []
+    while at < len(data):  # length, its checksum, the event, its checksum
+        size = int.from_bytes(data[at : at + 8], "little")
+        events.append(Event.FromString(data[at + 12 : at + 12 + size]))
+        at += 16 + size
+    assert [e.step for e in events] == [0, 3]
+    assert {v.tag: v.simple_value for v in events[1].summary.value} == {"reward": 0.5, "gains/std/0": 1.0}
