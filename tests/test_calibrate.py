@@ -23,9 +23,9 @@ NOWHERE = np.zeros(T, bool)
 
 
 @pytest.fixture(autouse=True)
-def plain_dispatch():
-    """Whole runs go without key-reuse checks, which dispatch every call through Python."""
-    jax.config.update("jax_debug_key_reuse", False)
+def plain_dispatch(request):
+    """Whole runs go without key-reuse checks, which dispatch every call through Python; one short run keeps them."""
+    jax.config.update("jax_debug_key_reuse", "key_reuse" in request.node.name)
     yield
     jax.config.update("jax_debug_key_reuse", True)
 
@@ -87,6 +87,10 @@ def test_a_killed_search_ends_with_the_same_file(tmp_path, calibrated):
     before = (workdir / "calibration" / "trace.jsonl").read_bytes()
     result(workdir, iterations=6, **options)  # nothing left to do
     assert (workdir / "calibration" / "trace.jsonl").read_bytes() == before
+
+
+def test_no_key_is_used_twice_key_reuse(tmp_path):
+    result(tmp_path, iterations=1)
 
 
 def test_the_search_stops_at_rest(tmp_path):
@@ -250,19 +254,24 @@ def test_a_broken_psi_file_is_named(tmp_path, calibrated, change, reason):
         psi.read(path)
 
 
-def test_a_run_keeps_its_psi_and_refuses_another(tmp_path, calibrated):
-    path = tmp_path / "psi.json"
+def test_a_run_keeps_its_psi_and_counts_steps_without_gains(tmp_path, calibrated):
+    path, workdir = tmp_path / "psi.json", tmp_path / "run"
     path.write_bytes(calibrated.read_bytes())
-    run = config(tmp_path / "run", exploration={"psi": path})
-    loop.train(run)
-    assert (tmp_path / "run" / "psi.json").read_bytes() == path.read_bytes()
-    further = dataclasses.replace(run, run=dataclasses.replace(run.run, steps=2))
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"multiplier": [0.5] * 4, "psi": (0.5 * flow.flow_scale(SIGMAS)).tolist()}))
+
+    def train(steps):
+        run = {"steps": steps, "workdir": workdir, "save_every": 1, "report_every": 0}
+        changed = config(workdir, exploration={"psi": path}, run=run, rewards=("same",))
+        loop.train(changed, extra_rewards={"same": lambda images, prompts, metadata: np.zeros(len(images))})
+
+    train(1)
+    assert (workdir / "psi.json").read_bytes() == path.read_bytes()
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"multiplier": [0.5] * T, "psi": (0.5 * flow.flow_scale(SIGMAS)).tolist()}))
     with pytest.raises(ValueError, match="has changed since this run began"):
-        loop.train(further)
+        train(3)
     path.write_bytes(calibrated.read_bytes())
-    loop.train(further)
-    assert len(metrics.read(tmp_path / "run" / "metrics.jsonl")) == 2
+    train(3)
+    quiet = [record["gains"]["quiet"]["positive"] for record in metrics.read(workdir / "metrics.jsonl")]
+    assert quiet == [[1, 1, 1, 0], [2, 2, 2, 0], [3, 3, 3, 0]]  # the count went on with the run
 
 
 def test_psi_files_that_ship_are_whole_and_found_by_name():
@@ -290,17 +299,6 @@ def test_a_step_with_gains_of_one_sign_is_warned_of():
     line = metrics.line(record | {"gains": gains | {"quiet": metrics.plain(quiet)}}, 1)
     assert "no positive gain for 20 steps or more at denoising steps [1]" in line and "negative" not in line
     assert metrics.quiet(quiet, gains | {"positive": np.full(3, 0.1)}, trained)["positive"].tolist() == [0, 0, 0]
-
-
-def test_the_count_continues_with_the_run(tmp_path):
-    never = lambda images, prompts, metadata: np.zeros(len(images))  # noqa: E731
-    for steps in (1, 3):
-        loop.train(
-            config(tmp_path, run={"steps": steps, "workdir": tmp_path, "save_every": 1, "report_every": 0}, rewards=("n",)),
-            extra_rewards={"n": never},
-        )
-    quiet = [record["gains"]["quiet"]["positive"] for record in metrics.read(tmp_path / "metrics.jsonl")]
-    assert quiet == [[1, 1, 1, 0], [2, 2, 2, 0], [3, 3, 3, 0]]
 
 
 # --- the report --------------------------------------------------------------------------------------------------------
@@ -386,3 +384,31 @@ def test_the_command_prints_the_levels(tmp_path, capsys):
     said = capsys.readouterr().out
     assert "iteration 1/1" in said and "step 3   multiplier 0.700" in said and "not calibrated" in said
     assert f"--exploration.psi {tmp_path}/calibration/psi.json" in said
+
+
+# --- the benchmark -----------------------------------------------------------------------------------------------------
+
+
+def test_the_benchmark_sums_seeds_and_keeps_what_it_has(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[1] / "benchmarks"))
+    import calibration as benchmark
+
+    def row(grid, positive, error):
+        of = {
+            "positive": [positive, None],
+            "negative": [0.5, 0.5],
+            "std": [1.0, 1.0],
+            "reward": [0.1, 0.2, 0.3],
+            "positive_error": [error, None],
+        }
+        result = {"rewards": {"r": of, "total": of}, "excess_predicted": [1.5, None], "excess_measured": [1.4, None]}
+        return {"grid": grid, "sampler": "cps", "rewards": ["r"], "result": result}
+
+    one, two = benchmark.summary_of_signs([row("sd3", 0.2, 0.03), row("sd3", 0.4, 0.04), row("uniform", 0.5, 0.1)])
+    assert one["positive"] == [pytest.approx(0.3), None] and one["positive_error"] == [pytest.approx(0.025), None] and one["seeds"] == 2
+    assert two["grid"] == "uniform" and two["scored"] == "r" and two["reward"] == [0.1, 0.2, 0.3] and two["excess_predicted"] == [1.5, None]
+
+    calls = []
+    for seed in (0, 1, 0):
+        benchmark.once(tmp_path / "log.jsonl", {"seed": seed}, lambda seed=seed: calls.append(seed) or {"x": seed})
+    assert calls == [0, 1]
