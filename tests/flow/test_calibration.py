@@ -119,6 +119,7 @@ def test_rest_is_told_from_drift():
     still, rising = 0.5 + 0.01 * (at % 2), 0.5 + 0.01 * at
     settled = partial(calibration.settled, average=20, eps2=0.01, share=0.25)
     assert settled(still) and not settled(rising) and not settled(np.hstack([still, rising]))
+    assert settled(np.vstack([rising, 0.9 + still]))  # what was long ago does not matter
     assert settled(0.5 + 0.24 * 0.01 * at) and not settled(0.5 + 0.26 * 0.01 * at)
     assert not settled(still[:39]) and not calibration.settled(still, 20, 0.01, 0.0)
 
