@@ -54,7 +54,8 @@ class Sampling:
     shift: float | None = None
     """Schedule shift for grid = "uniform" or "sd3"; their defaults are 1 and 3."""
     guidance_scale: float = 1.0
-    """Classifier-free guidance in rollout, completion, training and evaluation; 1 is none (one network branch)."""
+    """Guidance in rollout, completion, training and evaluation. Stable Diffusion 3: classifier-free, 1 is none (one network branch).
+    FLUX.1-dev: an input of the network."""
     chunk: int | None = None
     """Trajectories sampled at a time; all by default. 16 to 32 is faster on CPU; on accelerators it bounds memory."""
     decode_chunk: int = 32
