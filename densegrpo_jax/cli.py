@@ -91,6 +91,18 @@ def _sample(argv: list[str]) -> int:
     return 0
 
 
+def _eval(argv: list[str]) -> int:
+    """eval RUN|ADAPTER|MODEL --out FOLDER ...     score fixed prompts at fixed noise; --compare A B for the difference"""
+    from densegrpo_jax import evaluate
+
+    args = tyro.cli(evaluate.Evaluate, args=argv, prog="densegrpo eval")
+    expected = None
+    if args.repeat:
+        args, expected = evaluate.repeated(args)
+    evaluate.main(args, load_config(args.task) if args.task else None, expected=expected)
+    return 0
+
+
 @dataclasses.dataclass(frozen=True)
 class Export:
     """Write the adapter of a run for diffusers, PEFT or ComfyUI, or folded into a full model folder."""
@@ -139,6 +151,7 @@ COMMANDS = {
     "train": _train,
     "calibrate": _calibrate,
     "sample": _sample,
+    "eval": _eval,
     "export": _export,
     "prompts": _prompts,
     "serve-rewards": _serve_rewards,

@@ -3,7 +3,7 @@
 import json
 import re
 from pathlib import Path
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import jax
 import orbax.checkpoint as ocp
@@ -23,11 +23,24 @@ def manager(config: Config) -> ocp.CheckpointManager:
 
 
 def save(saver: ocp.CheckpointManager, state: TrainState) -> None:
-    """Saves under the number of training steps done; returns when it is on disk."""
-    step = int(state.step)
-    if saver.latest_step() != step:
+    """Saves under the number of training steps done; returns when it is on disk.
+
+    Raises:
+      OSError: it could not be written, because the disk is full, for instance; says which checkpoint stands.
+    """
+    step, last = int(state.step), saver.latest_step()
+    if last == step:
+        return
+    try:
         saver.save(step, args=ocp.args.StandardSave(state._asdict()))
         saver.wait_until_finished()
+    except Exception as error:  # orbax passes on whatever the layers below it raise, with pages of context
+        reason = re.search(r"Fail[^\[]*", str(error))
+        stands = "there is none before it" if last is None else f"that of step {last} stands"
+        raise OSError(
+            f"the checkpoint of step {step} could not be written to {saver.directory} "
+            f"({reason.group().strip() if reason else error}); {stands}, and the same command continues from there"
+        ) from error
 
 
 def restore(saver: ocp.CheckpointManager, state: TrainState) -> TrainState:
@@ -68,27 +81,52 @@ def _fixed_fields(values: dict) -> dict:
     return flat
 
 
-def trained_adapter(workdir: Path, weights: Literal["ema", "last"] = "ema") -> tuple[Adapter, dict]:
-    """The adapter of a run's latest checkpoint, for export and sampling outside the trainer.
+class Trained(NamedTuple):
+    """tree: the adapter, or all weights where adapter.rank = 0; settings: the run's config.json; step: training steps done."""
+
+    tree: dict
+    settings: dict
+    step: int
+
+
+def trained(workdir: Path, weights: Literal["ema", "last"] = "ema", step: int | None = None) -> Trained:
+    """What a run has trained, for use outside the trainer.
 
     Args:
       workdir: of the run.
       weights: the running average that evaluation uses, or the last weights.
+      step: which of the checkpoints that are kept; None for the latest.
+
+    Raises:
+      ValueError: no run there, or no such checkpoint, with those that there are.
+    """
+    if not (workdir / "config.json").is_file():
+        raise ValueError(f"{workdir}: not the work folder of a run (it has no config.json)")
+    settings = json.loads((workdir / "config.json").read_text())
+    with ocp.CheckpointManager((workdir / "checkpoints").absolute()) as saver:
+        kept = sorted(saver.all_steps())
+        if not kept:
+            raise ValueError(f"{workdir}: has no checkpoint yet")
+        step = kept[-1] if step is None else step
+        if step not in kept:
+            raise ValueError(f"{workdir}: has no checkpoint of step {step}; it keeps {', '.join(map(str, kept))}")
+        saved = saver.restore(step, args=ocp.args.StandardRestore())
+    averaged = weights == "ema" and settings["optimizer"]["ema_decay"] > 0.0
+    return Trained(saved["ema" if averaged else "trained"], settings, step)
+
+
+def trained_adapter(workdir: Path, weights: Literal["ema", "last"] = "ema") -> tuple[Adapter, dict]:
+    """The adapter of a run's latest checkpoint, for export.
+
+    Args: see `trained`.
 
     Returns:
       The adapter, and the "model" section of the run's config.
 
     Raises:
-      ValueError: no run there, no checkpoint yet, or a run that trained all weights instead of an adapter.
+      ValueError: what `trained` raises, or a run that trained all weights instead of an adapter.
     """
-    if not (workdir / "config.json").is_file():
-        raise ValueError(f"{workdir}: not the work folder of a run (it has no config.json)")
-    settings = json.loads((workdir / "config.json").read_text())
-    if settings["adapter"]["rank"] == 0:
+    found = trained(workdir, weights)
+    if found.settings["adapter"]["rank"] == 0:
         raise ValueError(f"{workdir}: this run trained all weights (adapter.rank = 0), there is no adapter to export")
-    with ocp.CheckpointManager((workdir / "checkpoints").absolute()) as saver:
-        if saver.latest_step() is None:
-            raise ValueError(f"{workdir}: has no checkpoint yet")
-        saved = saver.restore(saver.latest_step(), args=ocp.args.StandardRestore())
-    averaged = weights == "ema" and settings["optimizer"]["ema_decay"] > 0.0
-    return Adapter(saved["ema" if averaged else "trained"], settings["adapter"]["alpha"]), settings["model"]
+    return Adapter(found.tree, found.settings["adapter"]["alpha"]), found.settings["model"]
