@@ -31,7 +31,7 @@ import ml_dtypes
 import numpy as np
 
 from densegrpo_jax.models import blip, clip
-from densegrpo_jax.models.weights import check_tensors, find_folder, open_weights, read_json, write_safetensors
+from densegrpo_jax.models.weights import DTYPES, Stored, check_tensors, find_folder, open_weights, read_json, write_safetensors
 from densegrpo_jax.rewards import aesthetic, imagereward
 from densegrpo_jax.rewards import clip as clip_rewards
 
@@ -324,8 +324,8 @@ def image_reward(path: Path) -> tuple[dict, dict[str, Tensor]]:
 # Writing
 
 
-def write_folder(out: Path, source: Path, config: dict, tensors: Mapping[str, Any], side: int) -> None:
-    """config.json, the image processor's settings and the weights; a tensor is a `Tensor` or an array."""
+def write_folder(out: Path, source: Path, config: dict, tensors: Mapping[str, Tensor | Stored], side: int) -> None:
+    """config.json, the image processor's settings and the weights, read one at a time."""
     digest = hashlib.sha256()
     with source.open("rb") as file:
         while block := file.read(1 << 22):
@@ -339,14 +339,12 @@ def write_folder(out: Path, source: Path, config: dict, tensors: Mapping[str, An
         "image_mean": list(processing.image_mean),
         "image_std": list(processing.image_std),
     }
-    shapes = {
-        name: (tensor.shape, tensor.storage.dtype if isinstance(tensor, Tensor) else tensor.dtype) for name, tensor in tensors.items()
-    }
+    shapes = {name: (t.shape, t.storage.dtype if isinstance(t, Tensor) else DTYPES[t.dtype]) for name, t in tensors.items()}
     written = {"source": source.name, "sha256": digest.hexdigest()}
 
     def value(name: str) -> np.ndarray:
         tensor = tensors[name]
-        return tensor.read() if isinstance(tensor, Tensor) else tensor
+        return tensor.read() if isinstance(tensor, Tensor) else tensor.view[...]
 
     write_safetensors(out / "model.safetensors", shapes, value, written)
     for name, content in (("config.json", config), ("preprocessor_config.json", processor)):
@@ -384,7 +382,7 @@ def convert(scorer: str, checkpoint: Path, out: Path, companion: str) -> None:
         folder = find_folder(companion, files=clip_rewards.FILES)
         tower = clip.CLIPConfig.from_json(read_json(folder / "config.json")).vision
         ours = {name for source in clip.name_table(tower).values() for name in source.names}
-        tensors |= {name: stored.view[...] for name, stored in open_weights(folder).items() if name in ours}
+        tensors |= {name: stored for name, stored in open_weights(folder).items() if name in ours}
         config = {"architectures": ["CLIPVisionModelWithProjection"], "model_type": "clip_vision_model", **asdict(tower)}
         write_folder(out, checkpoint, config, tensors, tower.image_size)
         table, shapes = aesthetic.name_table(tower), aesthetic.shapes(tower)
