@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import json
 import re
+import resource
 from pathlib import Path
 
 import jax
@@ -306,3 +307,29 @@ def test_report_escapes_what_users_write(tmp_path):
     texts = json.loads(prompts.read_text())
     prompts.write_text(json.dumps(["<script>alert(1)</script>", *texts[1:]]))
     assert "<script>" not in report.write(tmp_path).read_text()
+
+
+def test_a_full_disk_is_named_and_costs_no_checkpoint(tmp_path):
+    limit, calls = resource.getrlimit(resource.RLIMIT_FSIZE), []
+
+    def spread(images, prompts, metadata):
+        calls.append(len(images))
+        if len(calls) == 2:  # during the second step files stop growing at what metrics need and a checkpoint exceeds
+            resource.setrlimit(resource.RLIMIT_FSIZE, (60_000, limit[1]))
+        return np.asarray(images).std(axis=(1, 2, 3))
+
+    settings = config(tmp_path, rewards=("spread",), run={"steps": 3})
+    try:
+        with pytest.raises(OSError, match=r"checkpoint of step 2 .*File too large.* that of step 1 stands"):
+            train(settings, extra_rewards={"spread": spread})
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limit)
+    train(settings, extra_rewards={"spread": spread})
+    assert [r["step"] for r in steps(tmp_path)] == [0, 1, 2]
+
+
+def test_a_constant_reward_teaches_nothing_and_is_named(tmp_path, capsys):
+    train(config(tmp_path, rewards=("flat",)), extra_rewards={"flat": lambda images, prompts, metadata: np.ones(len(images))})
+    assert "reward 'flat': all" in capsys.readouterr().out
+    for record in steps(tmp_path):
+        assert record["equal_groups"] == 1.0 and record["last_update"]["grad_norm"] == 0.0
