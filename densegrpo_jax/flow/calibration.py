@@ -83,7 +83,7 @@ def advance(value: np.ndarray, counts: Signs, rule: Rule, low: np.ndarray, high:
     Returns:
       [T].
     """
-    moved = np.clip(value + rule.eps2 * direction(counts, rule), low, high)
+    moved = np.clip(np.round(value + rule.eps2 * direction(counts, rule), 12), low, high)  # 0.69, not 0.6899999999999999
     return np.where(moving, moved, value)
 
 

@@ -290,7 +290,7 @@ def _balance_figure(numbers: dict):
             axis.plot(np.arange(len(values)), _row(values), "-" if values is lines[-1] else "o-", ms=3, color=color, label=name)
         axes[-1].plot(np.arange(len(lines[-1])), _row(m["excess_measured"]), "o", ms=4, color=color)
     axes[-1].set_yscale("log")
-    axes[-4].legend(frameon=False, fontsize=8)
+    axes[-3].legend(frameon=False, fontsize=8)
     for axis in axes:
         axis.set_xlabel("denoising step")
     return figure

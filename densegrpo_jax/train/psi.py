@@ -103,9 +103,9 @@ def noise_level(source: Path, sampler: str, sigmas: np.ndarray, trained: np.ndar
 
 
 def write(path: Path, values: dict[str, Any]) -> None:
-    """Writes a file, whole or not at all."""
+    """Writes a file, one entry a line, whole or not at all."""
     scratch = path.with_suffix(".tmp")
-    scratch.write_text(json.dumps(values, indent=1) + "\n")
+    scratch.write_text("{\n" + ",\n".join(f" {json.dumps(name)}: {json.dumps(value)}" for name, value in values.items()) + "\n}\n")
     os.replace(scratch, path)
 
 
