@@ -727,9 +727,10 @@ def _pictures(folders: list[Path], pairs: list[list[dict]], shown: int) -> str:
     for i in chosen:
         a, b = pairs[0][i], pairs[1][i]
         files = [folder / "images" / Path(record["file"]).name for folder, record in zip(folders, (a, b))]
-        kind = "class=pixels " if Image.open(files[0]).width <= 128 else ""  # small ones are magnified
+        with Image.open(files[0]) as image:
+            kind = "class=pixels " if image.width <= 128 else ""  # small ones are magnified
         data = [base64.b64encode(file.read_bytes()).decode() for file in files]
-        images = [f'<img {kind}src="data:image/png;base64,{image}">' for image in data]
+        images = [f'<img {kind}src="data:image/png;base64,{text}">' for text in data]
         scores = "; ".join(f"{name} {_score(a, name)} → {_score(b, name)}" for name in a["scores"] if name in b["scores"])
         caption = f"{html.escape(a['text'])}<br>{html.escape(scores)}"
         cells.append(f"<figure><div class=two>{''.join(images)}</div><figcaption>{caption}</figcaption></figure>")
