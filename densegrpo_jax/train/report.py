@@ -43,8 +43,9 @@ def write(workdir: Path) -> Path:
     """
     steps, evaluations = metrics.read(workdir / "metrics.jsonl"), metrics.read(workdir / "evaluation.jsonl")
     config, manifest = (json.loads((workdir / name).read_text()) for name in ("config.json", "manifest.json"))
-    parts = [_head(steps, evaluations, config, manifest)]
-    if pair := compared(workdir):
+    pair = compared(workdir)
+    parts = [_head(steps, pair, config, manifest)]
+    if pair:
         parts += [_section("Against the base model, held-out", _comparison(*pair))]
     if evaluations:
         parts += [_section("Before and after", _pictures(workdir, evaluations))]
@@ -98,12 +99,12 @@ def _mean(record: dict, name: str, chosen: np.ndarray | slice = slice(None)) -> 
 # --- sections ----------------------------------------------------------------------------------------------------------
 
 
-def _head(steps, evaluations, config, manifest) -> str:
+def _head(steps, pair, config, manifest) -> str:
     cards = [(f"{len(steps)} / {config['run']['steps']}", "training steps")]
-    if len(evaluations) > 1:
-        mean, error = paired_difference(evaluations[0], evaluations[-1])
+    if pair:
+        mean, error = paired_difference(*pair)
         cards.append((f"{mean:+.4f}", f"held-out reward against the base (± {error:.4f})"))
-        cards.append((f"{np.nanmean(np.array(evaluations[-1]['total'], float)):.4f}", "held-out reward now"))
+        cards.append((f"{np.nanmean(np.array(pair[1]['total'], float)):.4f}", "held-out reward now"))
     if steps:
         cards.append((f"{np.median([s['seconds'] for s in steps]):.2f} s", "per training step (median)"))
         cards.append((f"{manifest['evaluations_per_trajectory']}", "network evaluations per trajectory"))
@@ -169,7 +170,8 @@ def _rewards(steps, evaluations, config) -> str:
         axis.axhline(0.0, color=SOFT, lw=1)
         axis.fill_between(done, mean - 2 * error, mean + 2 * error, color=ACCENT, alpha=0.15)
         axis.plot(done, mean, "o-", color=ACCENT)
-        axis.set_title(f"{name}: held-out, paired with the base" + ("" if name in map(reward_name, config["rewards"]) else " (witness)"))
+        axis.set_title(name + ("" if name in map(reward_name, config["rewards"]) else " (witness)"))
+        axis.set_ylabel("held-out, minus the base")
     for axis in axes:
         axis.set_xlabel("training step")
     found = "".join(f"<p><b>{html.escape(alarm.line())}</b></p>" for alarm in alarms(evaluations, config["rewards"]))
