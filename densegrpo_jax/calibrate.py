@@ -60,6 +60,10 @@ class Calibration:
     """What a level moves by in an iteration."""
     decided: float = 0.5
     """A level whose gains are 0 but for less than this share does not move; 0 is the printed rule."""
+    consistent: bool = True
+    """Gains against the completion of the noise-free step, as completion.paired takes them, unless completions are the paper's n = k by
+    Euler: so that a step without noise has no gain. Otherwise the solver's own error has a sign, which stands out the more a level is
+    narrowed and narrows it further. Costs about twice as much."""
     low: float = 0.01
     """Lower bound, as a multiplier."""
     high: float = 1.2
@@ -137,22 +141,27 @@ class Draw(NamedTuple):
     gains: dict[str, np.ndarray]
 
 
-def widest(config: Config) -> Config:
-    """The config with the widest window of the run, every level completed, and no psi file."""
-    e = config.exploration
+def widest(config: Config, consistent: bool) -> Config:
+    """The config with the widest window of the run, every level completed, no psi file, and `consistent` gains if asked for."""
+    e, c = config.exploration, config.completion
     changed = dataclasses.replace(phases.widest(e, config.sampling.num_steps), psi=None)
-    return dataclasses.replace(config, exploration=changed, credit=Credit(method="dense_grpo"))
+    on_grid = (c.steps, c.solver, c.tail) == ("all", "euler", "keep")  # its gains are consistent as they are
+    completion = dataclasses.replace(c, paired=c.paired or (consistent and not on_grid))
+    return dataclasses.replace(config, exploration=changed, completion=completion, credit=Credit(method="dense_grpo"))
 
 
-def setting(config: Config, extra_rewards: dict[str, Reward] | None = None, also: tuple[str, ...] = ()) -> Setting:
+def setting(
+    config: Config, *, consistent: bool = True, extra_rewards: dict[str, Reward] | None = None, also: tuple[str, ...] = ()
+) -> Setting:
     """Loads model, prompts and rewards, as training does.
 
     Args:
       config: the run.
+      consistent: see `Calibration`.
       extra_rewards: rewards by name beside the built-in ones.
       also: further rewards that are scored along and do not count for "total".
     """
-    config = widest(config)
+    config = widest(config, consistent)
     policy = policies.load(config)
     sigmas = policies.sigmas(config, policy, config.sampling.num_steps)
     tables = phases.sampler(config, sigmas, policies.shift(config, policy), step=0)
@@ -225,7 +234,7 @@ def calibrate(config: Config, options: Calibration, *, extra_rewards: dict[str, 
       ValueError: settings that cannot work, or a folder that holds the search of another run.
     """
     check(config, options)
-    s = setting(config, extra_rewards)
+    s = setting(config, consistent=options.consistent, extra_rewards=extra_rewards)
     loop._report_truncation(s.policy, list(s.prompts.texts))
     count = number(config, options)
     chance = calibration.chance_balanced(rule(options), count)
@@ -385,4 +394,5 @@ def main(command: Command) -> None:
     if command.report:
         from densegrpo_jax.train import calibration_report
 
-        print(f"report: {calibration_report.write(setting(command.config), path.parent, command.figure)}")
+        s = setting(command.config, consistent=command.calibration.consistent)
+        print(f"report: {calibration_report.write(s, path.parent, command.figure)}")
