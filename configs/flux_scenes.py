@@ -1,6 +1,6 @@
 """The tiny FLUX learns composition from the tiny world's judge: every phase of FLUX training on a laptop.
 
-The model does not ship; train it first (half an hour on two cores), or name another folder with --model.path:
+The model does not ship; train it first (15 to 30 minutes on one core), or name another folder with --model.path:
 
     python -m densegrpo_jax.scenes.pretrain --workdir runs/tiny_flux --stages flux
 """
