@@ -67,10 +67,11 @@ def report(folder: Path, run: Run, per_tag: int = 64) -> dict:
       per_tag: requests of each tag.
 
     Returns:
-      What report.json holds: for each tag the judge's means over 40-step Euler pictures, the scorer's mean on those that the strict score
-      passes and fails, and versions.
+      What report.json holds: for each tag the judge's means over 40-step Euler pictures; the scorer's mean on those that the strict score
+      passes and fails, and its agreement with the judge on groups of pictures for 192 more captions; and versions.
     """
     from densegrpo_jax.rewards import scenes as rewards  # imports this package
+    from densegrpo_jax.rewards.clip import load_scorer
 
     pipe = pipeline.load(folder / "tiny_sd3", dtype=jax.numpy.float32)
     requests = tiny_model.heldout_requests(per_tag, (run.seed, 93))
@@ -81,12 +82,16 @@ def report(folder: Path, run: Run, per_tag: int = 64) -> dict:
     scores = {mode: checker.judge(images, requests, mode).reshape(-1, per_tag) for mode in checker.MODES}
     preference = np.asarray(rewards.preference(folder / "preference_clip")(images, [r["prompt"] for r in requests], requests))
     passed = scores["strict"].ravel() == 1
+    drawn = scorer.draw_groups(run, tiny_model.Tokens(run.workdir), pipe.params, pipe.params["vae"], pipe.configs.vae, 192, "heldout", 2)
+    judges = {"clip": load_scorer(folder / "preference_clip").params}
     result = {
         "pictures": len(images),
         "steps": tiny_model.ODE_STEPS,
         "tags": {tag: {mode: float(s[n].mean()) for mode, s in scores.items()} for n, tag in enumerate(world.TAGS)},
         "mean": {mode: float(s.mean()) for mode, s in scores.items()},
         "preference": {"passed": float(preference[passed].mean()), "failed": float(preference[~passed].mean())},
+        "agreement": scorer.agreement(judges, drawn),
+        "agreement without noise in the latents": scorer.agreement(judges, scorer.without_noise(drawn)),
         "seed": run.seed,
         "versions": {
             "python": platform.python_version(),

@@ -173,6 +173,12 @@ def draw_groups(run: Run, tokens, flow_params, vae_params, vae_config, captions:
     return Drawn(images.reshape(captions, GROUP, *images.shape[1:]), ids["clip"][::GROUP], **scores)
 
 
+def without_noise(drawn: Drawn) -> Drawn:
+    """The pictures of each group that got no noise in their latents."""
+    plain = np.array(LATENT_NOISE) == 0
+    return Drawn(drawn.images[:, plain], drawn.ids, drawn.partial[:, plain], drawn.soft[:, plain])
+
+
 # ---- the loss
 
 
@@ -292,10 +298,10 @@ def agreement(params, drawn: Drawn) -> dict[str, float]:
     """
     from scipy.stats import spearmanr
 
-    captions = len(drawn.ids)
-    pictures = np.asarray(_embed_images(params, drawn.images.reshape(-1, *drawn.images.shape[2:]))).reshape(captions, GROUP, -1)
+    captions, group = drawn.partial.shape
+    pictures = np.asarray(_embed_images(params, drawn.images.reshape(-1, *drawn.images.shape[2:]))).reshape(captions, group, -1)
     score = np.einsum("cgp,cp->cg", pictures, np.asarray(_embed_text(params, drawn.ids)))
-    upper = np.triu_indices(GROUP, 1)
+    upper = np.triu_indices(group, 1)
     ours = (score[:, :, None] - score[:, None])[:, *upper]
     row = {}
     for name, judged in (("partial", drawn.partial), ("soft", drawn.soft)):

@@ -44,7 +44,6 @@ def test_a_missing_preference_scorer_is_named_with_the_command_that_makes_it(tmp
         scenes.preference(tmp_path / "preference_clip")
 
 
-@pytest.mark.skipif(not scenes.PREFERENCE.is_dir(), reason="the preference scorer is not trained yet")
 def test_the_preference_scorer_prefers_what_was_asked(drawn):
     images, prompts, requests = drawn
     reward = rewards.load("scenes_preference")

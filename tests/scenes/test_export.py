@@ -12,6 +12,7 @@ from densegrpo_jax import flow, pipeline, scenes
 from densegrpo_jax.models import vae
 from densegrpo_jax.rewards import clip as clip_reward
 from densegrpo_jax.scenes import checker, export, scorer, tiny_model, tokenizers, world
+from densegrpo_jax.scenes.training import Run
 
 PROMPTS = ["a red circle to the left of a blue star", 'a sign that reads "TEA"', "two large crosses"]
 SHIPPED = Path(scenes.__file__).parent
@@ -136,7 +137,14 @@ def test_the_shipped_model_draws_what_is_asked(tmp_path):
     assert asked > 0.5 and asked > 2 * mixed_up
 
 
-@pytest.mark.skipif(not (SHIPPED / "preference_clip").is_dir(), reason="the preference scorer is not trained yet")
+def test_the_shipped_scorer_orders_the_shipped_models_pictures_as_the_judge_does(tmp_path):
+    pipe = pipeline.load(SHIPPED / "tiny_sd3", dtype=jnp.float32)
+    run, tokens = Run(tmp_path, 0, 1), tiny_model.Tokens(tmp_path)
+    drawn = scorer.draw_groups(run, tokens, pipe.params, pipe.params["vae"], pipe.configs.vae, 96, "heldout", 3)  # captions of no training
+    found = scorer.agreement({"clip": clip_reward.load_scorer(SHIPPED / "preference_clip").params}, drawn)
+    assert found["partial/clear"] >= 0.85 and found["partial/all"] > 0.8 and found["rank"] > 0.4
+
+
 def test_the_shipped_scorer_prefers_what_is_asked():
     scenes = [world.sample_scene((0, 91, n), "heldout") for n in range(128)]
     images, requests = world.draw_batch(scenes), [world.metadata(scene, n) for n, scene in enumerate(scenes)]
