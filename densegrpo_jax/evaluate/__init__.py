@@ -5,24 +5,18 @@ each, another adapter or another batch size start from the same noise. On one ma
 are the same to the bit, also when the evaluation was killed and continued; `manifest.json` holds what that takes.
 """
 
-import base64
 import dataclasses
-import hashlib
-import html
 import json
-import os
 import platform
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import Annotated, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import tyro
-from flax.traverse_util import flatten_dict
 from PIL import Image
 from tqdm import tqdm
 
@@ -31,20 +25,20 @@ from densegrpo_jax import config as configs
 from densegrpo_jax import policy as policies
 from densegrpo_jax import prompts as prompt_lists
 from densegrpo_jax.config import Config
+from densegrpo_jax.evaluate.comparison import compare
+from densegrpo_jax.evaluate.intervals import summarize, text_lines
+from densegrpo_jax.evaluate.manifest import differences, hash_bytes, hash_files, hash_scorer, hash_tree, read, versions, write_whole
 from densegrpo_jax.models import adapter as adapters
 from densegrpo_jax.policy import Policy
 from densegrpo_jax.prompts import PromptSet
 from densegrpo_jax.rewards import Reward
-from densegrpo_jax.train import checkpoint, metrics, phases, report
+from densegrpo_jax.train import checkpoint, metrics, phases
 
-RESAMPLES, LEVEL = 2000, 0.95  # of the bootstrap, whose seed is fixed
 SHIPPED = {
     "toy": Config(),
     "tiny": Config(model=configs.Model(path="tiny", max_sequence_length=16), sampling=configs.Sampling(grid="uniform")),
 }
 """Settings of the models that ship, the same as in their configs."""
-PACKAGES = ("jax", "jaxlib", "flax", "numpy", "pillow", "transformers", "tokenizers", "rapidocr", "onnxruntime")  # what scores depend on
-NAMES = ("arguments", "model.path")  # of the manifest: where things were found, which may move; the hashes say what they were
 
 
 @dataclasses.dataclass(frozen=True)
@@ -158,14 +152,14 @@ def main(
     """
     if args.compare:
         path, numbers = compare(*args.compare, out=args.out, shown=args.shown)
-        print("\n".join([*_lines(numbers["difference"]), f"images: {path}"]))
+        print("\n".join([*text_lines(numbers["difference"]), f"images: {path}"]))
         return path
     return evaluate(args, task, extra_rewards or {}, expected)
 
 
 def repeated(args: Evaluate) -> tuple[Evaluate, dict]:
     """The settings of the evaluation that `args.repeat` names, for `args.out`, and the manifest to match."""
-    manifest = _read_manifest(args.repeat)
+    manifest = read(args.repeat)
     try:
         given = manifest["arguments"]
         return Evaluate(**{**given, "rewards": tuple(given["rewards"]), "out": args.out}), manifest
@@ -230,8 +224,8 @@ def evaluate(args: Evaluate, task: Config | None, extra_rewards: dict[str, Rewar
 
     # ------------------------------------------------------------------------------------------------------------------- numbers
     numbers = summarize(metrics.read(out / "items.jsonl"))
-    _write(out / "summary.json", json.dumps(metrics.plain(numbers), indent=1))
-    print("\n".join([*_lines(numbers), f"{len(items)} images of {count} prompts in {out}"]))
+    write_whole(out / "summary.json", json.dumps(metrics.plain(numbers), indent=1))
+    print("\n".join([*text_lines(numbers), f"{len(items)} images of {count} prompts in {out}"]))
     return out
 
 
@@ -414,9 +408,9 @@ def _manifest(args: Evaluate, subject: Subject, policy: Policy, prompts: PromptS
         "arguments": {name: value for name, value in given.items() if name not in ("out", "compare", "repeat", "shown")},
         "model": model,
         "adapter": adapter,
-        "prompts": {"count": len(prompts.texts), "sha256": _hash(json.dumps([prompts.texts, prompts.metadata]).encode())},
+        "prompts": {"count": len(prompts.texts), "sha256": hash_bytes(json.dumps([prompts.texts, prompts.metadata]).encode())},
         "images_per_prompt": args.images,
-        "rewards": {name: {"sha256": _hash_scorer(source)} for name, source in sources.items()},
+        "rewards": {name: {"sha256": hash_scorer(source)} for name, source in sources.items()},
         "sampling": {
             "seed": args.seed,
             "steps": args.steps,
@@ -426,105 +420,23 @@ def _manifest(args: Evaluate, subject: Subject, policy: Policy, prompts: PromptS
             "batch_size": args.batch_size,
             "decode_chunk": config.sampling.decode_chunk,
         },
-        "versions": {"densegrpo_jax": __version__, "python": platform.python_version(), **_versions()},
+        "versions": {"densegrpo_jax": __version__, "python": platform.python_version(), **versions()},
         "devices": [device.device_kind for device in jax.devices()[:1]],
         "machine": platform.machine(),
     }
     return json.loads(json.dumps(manifest))  # as it will be read
 
 
-def _versions() -> dict[str, str | None]:
-    found: dict[str, str | None] = {}
-    for name in PACKAGES:
-        try:
-            found[name] = version(name)
-        except PackageNotFoundError:
-            found[name] = None
-    return found
-
-
-def differences(before: dict, after: dict) -> list[str]:
-    """One line for each entry in which two manifests differ; paths and spellings of the command line do not count."""
-    flat = [
-        {key: value for key, value in flatten_dict(manifest, sep=".", keep_empty_nodes=True).items() if not key.startswith(NAMES)}
-        for manifest in (before, after)
-    ]
-    keys = sorted({*flat[0], *flat[1]})
-    absent = object()
-    changed = [key for key in keys if flat[0].get(key, absent) != flat[1].get(key, absent)]
-    return [f"{key}: {_short(flat[0].get(key))} -> {_short(flat[1].get(key))}" for key in changed]
-
-
-def _short(value: Any) -> str:
-    text = str(value)
-    return text if len(text) <= 40 else text[:37] + "..."
-
-
-def _hash(data: bytes) -> str:
-    return hashlib.sha256(data).hexdigest()
-
-
-def hash_tree(tree: dict) -> str:
-    """SHA-256 of a tree of arrays: names, types, shapes and values."""
-    digest = hashlib.sha256()
-    for path, leaf in sorted(flatten_dict(tree, sep="/").items()):
-        value = np.ascontiguousarray(leaf)
-        digest.update(f"{path} {value.dtype.name} {value.shape}\n".encode())
-        digest.update(value.tobytes())
-    return digest.hexdigest()
-
-
-def hash_files(folder: Path, variant: str | None = None) -> str:
-    """SHA-256 of a folder: names and contents of its JSON, text and tokenizer files and of its safetensors of one variant."""
-    digest = hashlib.sha256()
-    for path in sorted(path for path in folder.rglob("*") if path.is_file() and not _hidden(path.relative_to(folder))):
-        named = ".fp16." in path.name or ".bf16." in path.name
-        weights = path.suffix == ".safetensors" and named == bool(variant) and (not variant or f".{variant}." in path.name)
-        if weights or path.suffix in (".json", ".txt", ".model"):
-            with path.open("rb") as file:
-                digest.update(f"{path.relative_to(folder).as_posix()} {hashlib.file_digest(file, 'sha256').hexdigest()}\n".encode())
-    return digest.hexdigest()
-
-
-def _hidden(path: Path) -> bool:
-    return any(part.startswith(".") for part in path.parts)
-
-
-def _hash_scorer(source: str) -> str | None:
-    """Hash of the folder that a reward reads; None for one without a folder, or on a server."""
-    kind, _, model = source.partition(":")
-    if "@http" in source:
-        return None
-    if kind == "scenes_preference":
-        from densegrpo_jax.rewards import scenes
-
-        return hash_files(scenes.PREFERENCE)
-    model = model or rewards.MODELS.get(kind)
-    if kind not in rewards.MODELS or not model:
-        return None
-    from densegrpo_jax.rewards import clip
-
-    return hash_files(pipeline.find_folder(model, files=clip.FILES))
-
-
-def _read_manifest(folder: Path) -> dict:
-    path = folder.expanduser() / "manifest.json"
-    try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, json.JSONDecodeError) as error:
-        raise ValueError(f"{folder}: not the folder of an evaluation ({error})") from error
-
-
 def _settle(out: Path, manifest: dict) -> None:
     """Makes the folder of a new evaluation, or finds that it holds this one."""
     if (out / "manifest.json").exists():
-        if changed := differences(_read_manifest(out), manifest):
+        if changed := differences(read(out), manifest):
             raise ValueError(f"{out} holds another evaluation ({'; '.join(changed)}); give another out, or the old settings to continue")
         return
     if out.exists() and (not out.is_dir() or any(path.name not in ("images", "manifest.tmp") for path in out.iterdir())):
         raise ValueError(f"{out} is not empty, and not the folder of an evaluation; choose another --out")
     (out / "images").mkdir(parents=True, exist_ok=True)
-    _write(out / "manifest.json", json.dumps(manifest, indent=1))
+    write_whole(out / "manifest.json", json.dumps(manifest, indent=1))
 
 
 def _keep(out: Path, batches: list[list[tuple[int, int]]]) -> int:
@@ -537,207 +449,5 @@ def _keep(out: Path, batches: list[list[tuple[int, int]]]) -> int:
             break
         kept, done = kept + part, done + 1
     if path.exists():
-        _write(path, "".join(json.dumps(record) + "\n" for record in kept))
+        write_whole(path, "".join(json.dumps(record) + "\n" for record in kept))
     return done
-
-
-def _write(path: Path, text: str) -> None:
-    """The whole file or none."""
-    scratch = path.with_suffix(".tmp")
-    scratch.write_text(text, encoding="utf-8")
-    os.replace(scratch, path)
-
-
-# -------------------------------------------------------------------------------------------------------------------- numbers
-
-
-def bootstrap(value: np.ndarray, cluster: np.ndarray, seed: int | Sequence[int] = 0) -> np.ndarray:
-    """Means of resampled data: whole clusters are drawn with replacement, since images of one prompt are not independent.
-
-    Args:
-      value: [N] finite numbers.
-      cluster: [N] what each belongs to, such as the index of its prompt.
-      seed: of numpy's generator.
-
-    Returns:
-      [RESAMPLES] means over all values of the drawn clusters.
-    """
-    _, place = np.unique(cluster, return_inverse=True)
-    sums, sizes = np.bincount(place, value), np.bincount(place)
-    drawn = np.random.default_rng(seed).multinomial(len(sizes), np.full(len(sizes), 1 / len(sizes)), size=RESAMPLES)
-    return (drawn @ sums) / (drawn @ sizes)
-
-
-def estimate(value: np.ndarray, prompt: np.ndarray, tag: Sequence[str | None]) -> dict:
-    """Mean with its bootstrap interval, over all images and over those of each tag.
-
-    Args:
-      value: [N], NaN where a score is missing; those are left out and counted.
-      prompt: [N] index of the prompt.
-      tag: [N] kind of the prompt, None for none.
-
-    Returns:
-      "mean", "low", "high" (NaN where there is nothing; the interval also for a single prompt), "images", "prompts", "missing"; where
-      there are tags, the same of each in "tags", and of the mean of the tags' means, GenEval's overall number, in "overall".
-    """
-    tags = np.array([t or "" for t in tag])
-    result, _ = _interval(value, prompt, 0)
-    if names := [name for name in sorted(set(tags)) if name]:
-        parts = [_interval(value[tags == name], prompt[tags == name], [0, i + 1]) for i, name in enumerate(names)]
-        result["tags"] = {name: part for name, (part, _) in zip(names, parts)}
-        means, draws = [part["mean"] for part, _ in parts], [draws for _, draws in parts]
-        result["overall"] = _with_interval(float(np.mean(means)), np.mean(draws, axis=0))
-    return result
-
-
-def _interval(value: np.ndarray, prompt: np.ndarray, seed: Any) -> tuple[dict, np.ndarray]:
-    good = np.isfinite(value)
-    clusters = len(np.unique(prompt[good]))
-    draws = bootstrap(value[good], prompt[good], seed) if clusters > 1 else np.full(RESAMPLES, np.nan)
-    mean = float(value[good].mean()) if clusters else float("nan")
-    counts = {"images": int(good.sum()), "prompts": clusters, "missing": int((~good).sum())}
-    return _with_interval(mean, draws) | counts, draws
-
-
-def _with_interval(mean: float, draws: np.ndarray) -> dict[str, float]:
-    low, high = np.quantile(draws, [(1 - LEVEL) / 2, (1 + LEVEL) / 2])
-    return {"mean": mean, "low": float(low), "high": float(high)}
-
-
-def summarize(items: list[dict]) -> dict:
-    """`estimate` of every reward over the records of items.jsonl."""
-    prompt, tag = np.array([r["prompt"] for r in items]), [r["tag"] for r in items]
-    found = {name: estimate(_scores(items, name), prompt, tag) for name in items[0]["scores"]}
-    return {"rewards": found, "bootstrap": {"level": LEVEL, "resamples": RESAMPLES, "clusters": "prompts"}}
-
-
-def _scores(items: list[dict], name: str) -> np.ndarray:
-    return np.array([np.nan if r["scores"][name] is None else r["scores"][name] for r in items], np.float64)
-
-
-def _lines(numbers: dict) -> list[str]:
-    """The numbers of each reward for the terminal."""
-    lines = []
-    for name, whole in numbers["rewards"].items():
-        kinds = {"": whole} | {f"  {tag}": part for tag, part in whole.get("tags", {}).items()}
-        kinds |= {"  mean of tags": whole["overall"]} if "overall" in whole else {}
-        for kind, part in kinds.items():
-            interval = f"   [{part['low']:.4f}, {part['high']:.4f}]" if np.isfinite(part["low"]) else ""  # none of a single prompt
-            lines.append(f"{kind or name:<26} {part['mean']:.4f}{interval}")
-        if whole["missing"]:
-            total = whole["missing"] + whole["images"]
-            lines.append(f"warning: {name} gave no score for {whole['missing']} of {total} images; they are left out")
-    return lines
-
-
-# ----------------------------------------------------------------------------------------------------------------- comparison
-
-
-def compare(before: Path, after: Path, out: Path | None = None, shown: int = 48) -> tuple[Path, dict]:
-    """The paired difference of two evaluations over the images that both have, and a page of those images side by side.
-
-    Args:
-      before: folder of a finished evaluation, A.
-      after: another, B.
-      out: HTML file to write; by default in B, named after A.
-      shown: pairs of images on the page.
-
-    Returns:
-      The file, and the numbers, which are also written beside it as JSON: "A", "B" and "difference" (B - A), each as of `summarize`
-      over the pairs in which both have a score; and "settings", what else differs.
-
-    Raises:
-      ValueError: not two finished evaluations of the same seed with a common prompt and reward, or a scorer of other weights.
-    """
-    folders = [Path(folder).expanduser() for folder in (before, after)]
-    manifests = [_read_manifest(folder) for folder in folders]
-    for folder in folders:
-        if not (folder / "summary.json").exists():
-            raise ValueError(f"{folder}: this evaluation is not finished; its command continues it")
-    if (seeds := [m["sampling"]["seed"] for m in manifests])[0] != seeds[1]:
-        raise ValueError(f"seeds {seeds[0]} and {seeds[1]} are other noise: nothing is paired; evaluate both with one seed")
-    names = [name for name in manifests[0]["rewards"] if name in manifests[1]["rewards"]]
-    if not names:
-        raise ValueError(f"no reward is in both: {', '.join(manifests[0]['rewards'])}; {', '.join(manifests[1]['rewards'])}")
-    for name in names:
-        if manifests[0]["rewards"][name] != manifests[1]["rewards"][name]:
-            raise ValueError(f"reward {name!r} had other weights in {before} than in {after}: its scores do not compare")
-    found = [{(r["prompt"], r["image"]): r for r in metrics.read(folder / "items.jsonl")} for folder in folders]
-    places = [place for place in found[0] if place in found[1]]
-    for place in places:
-        texts = [records[place]["text"] for records in found]
-        if texts[0] != texts[1]:
-            raise ValueError(f"prompt {place[0]} is {texts[0]!r} in {before} and {texts[1]!r} in {after}: not the same prompts")
-    if not places:
-        raise ValueError(f"{before} and {after} have no image of the same prompt and number")
-
-    pairs = [[records[place] for place in places] for records in found]
-    prompt, tag = np.array([place[0] for place in places]), [r["tag"] for r in pairs[0]]
-    numbers: dict[str, Any] = {part: {"rewards": {}} for part in ("A", "B", "difference")}
-    for name in names:
-        a, b = (_scores(records, name) for records in pairs)
-        both = np.isfinite(a) & np.isfinite(b)
-        for part, value in (("A", a), ("B", b), ("difference", b - a)):
-            numbers[part]["rewards"][name] = estimate(np.where(both, value, np.nan), prompt, tag)
-    numbers |= {"pairs": len(places), "unpaired": [len(records) - len(places) for records in found]}
-    numbers["settings"] = differences(*manifests)
-    path = folders[1] / f"against_{folders[0].absolute().name}.html" if out is None else Path(out).expanduser()
-    if path.suffix != ".html":
-        raise ValueError(f"out = {path}: must be a .html file")
-    _write(path, _page(folders, numbers, pairs, shown))
-    _write(path.with_suffix(".json"), json.dumps(metrics.plain(numbers), indent=1))
-    return path, numbers
-
-
-def _page(folders: list[Path], numbers: dict, pairs: list[list[dict]], shown: int) -> str:
-    a, b = (html.escape(folder.absolute().name) for folder in folders)
-    note = f"A: {a}. B: {b}. {numbers['pairs']} pairs of images with the same prompt and initial noise."
-    settings = "\n".join(numbers["settings"]) or "none"
-    parts = [
-        f"<h1>{b} against {a}</h1><p class=note>{note}</p>",
-        report._section("Difference B - A", _table(numbers)),
-        report._section("Images", _pictures(folders, pairs, shown)),
-        report._section("What else differs between the manifests", f"<pre>{html.escape(settings)}</pre>"),
-    ]
-    style = report.STYLE + ".two{display:flex;gap:4px}.two img{width:50%;min-width:0}"
-    page = f"<!doctype html><html lang=en><meta charset=utf-8><title>{b} against {a}</title><style>{style}</style>"
-    return page + "<main>" + "".join(parts) + "</main></html>"
-
-
-def _table(numbers: dict) -> str:
-    rows = ["<tr><th>reward</th><th>images</th><th>A</th><th>B</th><th>difference</th><th>95 % interval</th></tr>"]
-    for name, whole in numbers["difference"]["rewards"].items():
-        three = [whole, *(numbers[side]["rewards"][name] for side in "AB")]
-        kinds = [(name, *three), *((f"– {tag}", *(part["tags"][tag] for part in three)) for tag in whole.get("tags", ()))]
-        if "overall" in whole:
-            kinds.append(("– mean of tags", *(part["overall"] for part in three)))
-        for label, difference, a, b in kinds:
-            cells = [html.escape(label), str(difference.get("images", "")), f"{a['mean']:.4f}", f"{b['mean']:.4f}"]
-            cells.append(f"{difference['mean']:+.4f}")
-            cells.append(f"{difference['low']:+.4f} to {difference['high']:+.4f}" if np.isfinite(difference["low"]) else "")
-            rows.append("<tr>" + "".join(f"<td>{cell}</td>" for cell in cells) + "</tr>")
-    missing = {name: whole["missing"] for name, whole in numbers["difference"]["rewards"].items() if whole["missing"]}
-    left_out = "".join(f" {html.escape(name)}: {count} pairs without a score are left out." for name, count in missing.items())
-    return f"<table>{''.join(rows)}</table><p class=note>Intervals: bootstrap over prompts, {RESAMPLES} resamples.{left_out}</p>"
-
-
-def _pictures(folders: list[Path], pairs: list[list[dict]], shown: int) -> str:
-    chosen = np.unique(np.linspace(0, len(pairs[0]) - 1, min(shown, len(pairs[0]))).round().astype(int))
-    cells = []
-    for i in chosen:
-        a, b = pairs[0][i], pairs[1][i]
-        files = [folder / "images" / Path(record["file"]).name for folder, record in zip(folders, (a, b))]
-        with Image.open(files[0]) as image:
-            kind = "class=pixels " if image.width <= 128 else ""  # small ones are magnified
-        data = [base64.b64encode(file.read_bytes()).decode() for file in files]
-        images = [f'<img {kind}src="data:image/png;base64,{text}">' for text in data]
-        scores = "; ".join(f"{name} {_score(a, name)} → {_score(b, name)}" for name in a["scores"] if name in b["scores"])
-        caption = f"{html.escape(a['text'])}<br>{html.escape(scores)}"
-        cells.append(f"<figure><div class=two>{''.join(images)}</div><figcaption>{caption}</figcaption></figure>")
-    note = f"Left: A. Right: B. {len(chosen)} of {len(pairs[0])} pairs, evenly spread, not chosen."
-    return f"<div class=pairs>{''.join(cells)}</div><p class=note>{note}</p>"
-
-
-def _score(record: dict, name: str) -> str:
-    value = record["scores"][name]
-    return "none" if value is None else f"{value:.3f}"

@@ -11,7 +11,9 @@ import pytest
 from PIL import Image
 
 from densegrpo_jax import cli, evaluate, flow, pipeline, policy
-from densegrpo_jax.evaluate import Evaluate, bootstrap, compare, estimate, noise_of
+from densegrpo_jax.evaluate import Evaluate, noise_of
+from densegrpo_jax.evaluate.comparison import compare
+from densegrpo_jax.evaluate.intervals import bootstrap, estimate
 from densegrpo_jax.models import lora as loras
 from densegrpo_jax.models.adapter import Adapter, write_adapter
 from densegrpo_jax.train import checkpoint, metrics
@@ -181,7 +183,7 @@ def test_run_weights_and_checkpoints(toy_run, base, tuned, tmp_path):
     early = run(tmp_path / "early", toy_run, checkpoint=1, weights="last", count=1)
     manifest = json.loads((early / "manifest.json").read_text())
     assert manifest["adapter"]["training_steps"] == 1
-    assert manifest["adapter"]["sha256"] == evaluate.hash_tree(checkpoint.trained(toy_run, "last", 1).tree)
+    assert manifest["adapter"]["sha256"] == evaluate.manifest.hash_tree(checkpoint.trained(toy_run, "last", 1).tree)
     with pytest.raises(ValueError, match="no checkpoint of step 7; it keeps 1, 2"):
         run(tmp_path / "none", toy_run, checkpoint=7)
 
@@ -373,14 +375,14 @@ def test_settings_are_checked(tmp_path):
 def test_hashes_see_what_matters(tmp_path):
     tree = {"a": {"x": np.arange(4.0)}, "b": np.ones(2, np.float32)}
     same = {"b": np.ones(2, np.float32), "a": {"x": np.arange(4.0)}}
-    assert evaluate.hash_tree(tree) == evaluate.hash_tree(same)
+    assert evaluate.manifest.hash_tree(tree) == evaluate.manifest.hash_tree(same)
     for other in ({**tree, "b": np.ones(2)}, {**tree, "b": np.ones((2, 1), np.float32)}, {**tree, "c": tree["b"]}):
-        assert evaluate.hash_tree(tree) != evaluate.hash_tree(other)
+        assert evaluate.manifest.hash_tree(tree) != evaluate.manifest.hash_tree(other)
     (tmp_path / "model.safetensors").write_bytes(b"weights")
     (tmp_path / "config.json").write_text("{}")
-    before = evaluate.hash_files(tmp_path)
+    before = evaluate.manifest.hash_files(tmp_path)
     (tmp_path / "model.fp16.safetensors").write_bytes(b"half")  # another variant, which is not read
     (tmp_path / "notes.md").touch()
-    assert evaluate.hash_files(tmp_path) == before != evaluate.hash_files(tmp_path, "fp16")
+    assert evaluate.manifest.hash_files(tmp_path) == before != evaluate.manifest.hash_files(tmp_path, "fp16")
     (tmp_path / "model.safetensors").write_bytes(b"weight5")
-    assert evaluate.hash_files(tmp_path) != before
+    assert evaluate.manifest.hash_files(tmp_path) != before
