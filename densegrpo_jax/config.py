@@ -314,6 +314,10 @@ def check(config: Config, trained_steps: int, devices: int = 1) -> None:
             f"prompts.per_step = {p} with groups of {g} gives {batch} trajectories, which {devices} devices do not share evenly; "
             f"choose per_step from {valid}, ..."
         )
+    chunk = config.sampling.chunk
+    if chunk is not None and (chunk < 1 or batch % chunk):
+        valid = [n for n in range(1, batch + 1) if batch % n == 0]
+        raise ValueError(f"sampling.chunk = {chunk} does not divide the {batch} trajectories of a step; choose one of {valid}")
     by_trajectory = config.optimizer.minibatch == "trajectories"
     units = batch if by_trajectory else batch * trained_steps
     if units % config.optimizer.updates:

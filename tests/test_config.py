@@ -34,6 +34,9 @@ def test_refusals_list_what_would_work():
         configs.check(made(4, 24, 7, 32), 9)
     with pytest.raises(ValueError, match=r"choose per_step from \[2, 4, 6"):
         configs.check(made(3, 24, 1, 32), 9, devices=16)
+    chunked = dataclasses.replace(made(1, 24, 1, 32), sampling=configs.Sampling(chunk=32))
+    with pytest.raises(ValueError, match=r"sampling.chunk = 32 does not divide the 24 .*choose one of \[1, 2, 3, 4, 6, 8, 12, 24\]"):
+        configs.check(chunked, 9)
 
 
 @pytest.mark.parametrize(
