@@ -17,7 +17,7 @@ def change(config: Config, **sections: dict) -> Config:
 
 def dense_grpo(config: Config) -> Config:
     """DenseGRPO as printed: gains between completions by Euler on all the levels that are left (arXiv 2601.20218)"""
-    return change(config, credit={"method": "dense_grpo", "over": None}, completion={"steps": "all", "solver": "euler"})
+    return change(config, credit={"method": "dense_grpo", "over": None, "slope": "one"}, completion={"steps": "all", "solver": "euler"})
 
 
 def dense_reward(config: Config) -> Config:
