@@ -167,9 +167,9 @@ def _list_configs() -> str:
     rows = []
     for path in sorted(set(CONFIGS.glob("*.py")) - {CONFIGS / "__init__.py", CONFIGS / "variants.py"}):
         first = path.read_text().lstrip().removeprefix('"""').splitlines()[0].removesuffix('"""')
-        rows.append(f"  {path.stem:<22} {first}")
+        rows.append(f"  {path.stem:<26} {first}")
     return "\n".join(rows)
 
 
 def _list_variants() -> str:
-    return "\n".join(f"  {name:<22} {function.__doc__}" for name, function in VARIANTS.items())
+    return "\n".join(f"  {name:<26} {function.__doc__}" for name, function in VARIANTS.items())

@@ -1,8 +1,10 @@
 """The house rules that a machine can hold: what may be imported, from which floor, and that the README's code runs."""
 
 import ast
+import os
 import pkgutil
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -86,3 +88,34 @@ def test_the_readmes_python_runs():
     for block in blocks:
         done = subprocess.run([sys.executable, "-c", block], capture_output=True, text=True)
         assert done.returncode == 0, done.stderr[-2000:]
+
+
+def test_a_plain_install_finds_its_configs_weights_and_variants(tmp_path):
+    """Installed without -e, away from the repository: configs by name, psi files and the shipped models come with the package."""
+    source, target = tmp_path / "source", tmp_path / "target"
+    root = ROOT.parent
+    ignore = shutil.ignore_patterns("__pycache__", "*.egg-info")
+    for name in ("densegrpo_jax", "configs"):
+        shutil.copytree(root / name, source / name, ignore=ignore)
+    for name in ("setup.py", "README.md"):
+        shutil.copy(root / name, source)
+    pip = [sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-deps", "--target", target, source]
+    subprocess.run(pip, check=True, capture_output=True)
+    code = (
+        "import densegrpo_jax, densegrpo_jax_configs\n"
+        "from pathlib import Path\n"
+        "from densegrpo_jax import cli, policy\n"
+        "from densegrpo_jax.train import psi\n"
+        f"assert all(m.__file__.startswith({str(target)!r}) for m in (densegrpo_jax, densegrpo_jax_configs)), densegrpo_jax.__file__\n"
+        "assert cli.main(['train']) == 0\n"
+        "config = cli.load_config('scenes_preference:stepwise')\n"
+        "print(policy.folder(config.model.path), psi.find(Path('scenes_preference')))\n"
+    )
+    env = os.environ | {"PYTHONPATH": str(target), "JAX_PLATFORMS": "cpu"}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=tmp_path, env=env)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert "scenes_preference " in done.stdout and "tiny_sd3" in done.stdout
+    ours = [p for p in (root / "densegrpo_jax").rglob("*") if p.suffix in (".safetensors", ".json", ".npz", ".txt", ".html", ".jsonl")]
+    ours += [p for p in (root / "configs").rglob("*") if p.suffix in (".py", ".json")]
+    there = {p.relative_to(target).as_posix().replace("densegrpo_jax_configs", "configs") for p in target.rglob("*") if p.is_file()}
+    assert not {p.relative_to(root).as_posix() for p in ours} - there
