@@ -182,9 +182,9 @@ def make_sample(config: Config, policy: Policy, tables: phases.Sampler) -> Calla
         key = jax.random.fold_in(jax.random.key(config.run.seed), STREAM)
         x = flow.initial_noise(key, epoch, ids, policy.shape)
         noise = flow.step_noise(key, epoch, ids, config.sampling.num_steps, policy.shape)
-        trajectory, clean = calibration.rollout_then_complete(
+        trajectory, clean = flow.rollout_and_complete(
             policy.velocity(params, trained, uncond), x, kernel, tables.sigmas, noise, tables.scheme, cond=cond,
-            chunk=config.sampling.chunk, tail=config.completion.tail,
+            chunk=config.sampling.chunk, tile=config.completion.tile, tail=config.completion.tail,
         )  # fmt: skip
         return trajectory, jnp.concatenate([clean, trajectory.latents[-1:]])
 

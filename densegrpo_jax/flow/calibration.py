@@ -13,9 +13,9 @@ import numpy as np
 from scipy import stats
 
 from densegrpo_jax.flow import kernels
-from densegrpo_jax.flow.completion import Branch, Tail
+from densegrpo_jax.flow.completion import Branch
 from densegrpo_jax.flow.kernels import Kernel
-from densegrpo_jax.flow.rollout import Trajectory, bind, in_chunks, rollout
+from densegrpo_jax.flow.rollout import bind, in_chunks
 from densegrpo_jax.flow.solvers import Velocity, apply_row
 
 # --- the rule ----------------------------------------------------------------------------------------------------------
@@ -144,39 +144,7 @@ def psi_for_ratio(sigmas: np.ndarray, ratio: float) -> np.ndarray:
     return np.where(h > 0.0, psi, 0.0)
 
 
-# --- sampling with a kernel that changes -------------------------------------------------------------------------------
-
-
-def rollout_then_complete(
-    velocity: Velocity,
-    x_init: jax.Array,
-    kernel: Kernel,
-    sigmas: np.ndarray,
-    noise: jax.Array,
-    scheme: tuple[Branch, ...],
-    *,
-    cond: Any = None,
-    chunk: int | None = None,
-    tail: Tail = "keep",
-) -> tuple[Trajectory, jax.Array]:
-    """`flow.rollout_and_complete` with the kernel an argument of the compiled program, where the walk makes it a constant.
-
-    Algorithm 1 changes the kernel in every iteration; so nothing is compiled again. As many network evaluations, in more calls.
-
-    Args:
-      kernel: table [T], may be traced; with tail = "skip_call" its last step must have no noise.
-      velocity, x_init, sigmas, noise, scheme, cond, chunk, tail: see `flow.rollout_and_complete`.
-
-    Returns:
-      Trajectory, and the clean latents [len(scheme), B, ...].
-    """
-    trajectory = rollout(velocity, x_init, kernel, sigmas, noise, cond=cond, chunk=chunk)
-    if tail == "skip_call":
-        last = trajectory.latents[-2] - trajectory.sigmas[-2] * trajectory.velocity[-2]
-        trajectory = trajectory._replace(
-            latents=trajectory.latents.at[-1].set(last), velocity=trajectory.velocity.at[-1].set(trajectory.velocity[-2])
-        )
-    return trajectory, complete_from(velocity, trajectory.latents, trajectory.velocity, scheme, cond=cond, chunk=chunk)
+# --- trajectories that are there ------------------------------------------------------------------------------------------
 
 
 def complete_from(

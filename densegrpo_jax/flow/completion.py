@@ -207,7 +207,7 @@ def rollout_and_complete(
       velocity: see `rollout`; it gets the noise level of every row, as one call may mix branches. Rows are trajectory-major, and
         `cond` is repeated to match.
       x_init: [B, ...] f32.
-      kernel: table [T].
+      kernel: table [T]; may be traced, so that one program serves many (Algorithm 1 changes it in every iteration).
       sigmas: grid [T+1].
       noise: [T, B, ...].
       scheme: branches, from `branches`, `substep_branches` or `paired`.
@@ -222,13 +222,14 @@ def rollout_and_complete(
     """
     _check_tail(tail)
     num_steps = check_rollout(x_init, kernel, sigmas, noise)
-    if tail == "skip_call" and (num_steps < 2 or kernel.std[-1] != 0.0):
+    traced = isinstance(kernel.std, jax.core.Tracer)  # nobody can look into it
+    if tail == "skip_call" and (num_steps < 2 or (not traced and kernel.std[-1] != 0.0)):
         raise ValueError("tail = 'skip_call' needs at least two steps and no noise at the last: use windows.all_but_last")
     if tile is not None and tile < 1:
         raise ValueError(f"tile = {tile}: give a positive number of latents per trajectory, or None for a whole level")
     table = jax.tree.map(lambda leaf: jnp.asarray(leaf, jnp.float32), kernel)
     levels = jnp.asarray(sigmas, jnp.float32)
-    calls = _calls(_rounds(num_steps, scheme, tail), np.asarray(sigmas), kernel, scheme, tile)
+    calls = _calls(_rounds(num_steps, scheme, tail), np.asarray(sigmas), scheme, tile)
     chain_calls = num_steps - (tail == "skip_call")
 
     def walk(x_init, noise, cond):
@@ -247,7 +248,7 @@ def rollout_and_complete(
             x_out, m_out = jax.vmap(apply_row, in_axes=(0, 1, 1, 1), out_axes=1)(item.coef, x_in, m_in, v)
             # the first item of a call may be the chain: it takes noise, is recorded, and branches start from its velocity
             chain_x, chain_v = x_in[:, 0], v[:, 0]
-            row = Kernel(item.coef[0, 0, 0], item.coef[0, 0, 2], item.std, item.std)
+            row = jax.tree.map(lambda leaf: leaf[item.step], table)
             chain_next = jnp.where(item.is_chain, kernels.step(row, chain_x, chain_v, noise[item.step]), x_out[:, 0])
             x = x.at[:, item.slot].set(x_out.at[:, 0].set(chain_next))
             m = m.at[:, item.slot].set(m_out)
@@ -285,10 +286,9 @@ class _Call(NamedTuple):
 
     slot: np.ndarray  # [width]
     sigma: np.ndarray  # [width]
-    coef: np.ndarray  # [width, 2, 3]
+    coef: np.ndarray  # [width, 2, 3]; zeros for the chain, which has the kernel's
     is_chain: np.ndarray  # the first item is the SDE chain
     step: np.ndarray
-    std: np.ndarray
     spawn: np.ndarray  # [starts] slots of the branches that leave from this chain step
     spawn_coef: np.ndarray  # [starts, 2, 3]
 
@@ -306,7 +306,7 @@ def _rounds(num_steps: int, scheme: tuple[Branch, ...], tail: Tail) -> list[list
     return rounds
 
 
-def _calls(rounds, sigmas: np.ndarray, kernel: Kernel, scheme: tuple[Branch, ...], tile: int | None) -> list[_Call]:
+def _calls(rounds, sigmas: np.ndarray, scheme: tuple[Branch, ...], tile: int | None) -> list[_Call]:
     num_steps = len(sigmas) - 1
     leaving = [[i for i, branch in enumerate(scheme) if branch.start == step] for step in range(num_steps)]
     most = max([1] + [len(branches) for branches in leaving])
@@ -314,7 +314,7 @@ def _calls(rounds, sigmas: np.ndarray, kernel: Kernel, scheme: tuple[Branch, ...
 
     def row(i, e):  # (slot, sigma, coef) of one latent
         if i == -1:
-            return 0, sigmas[e], [[kernel.x_coef[e], 0.0, kernel.v_coef[e]], [0.0, 0.0, 0.0]]
+            return 0, sigmas[e], idle
         return i + 1, scheme[i].plan.sigmas[e], scheme[i].plan.coef[e]
 
     calls = []
@@ -335,7 +335,6 @@ def _calls(rounds, sigmas: np.ndarray, kernel: Kernel, scheme: tuple[Branch, ...
                     coef=np.array(coef, np.float32),
                     is_chain=np.array(is_chain),
                     step=np.array(step if is_chain else 0, np.int32),
-                    std=np.array(kernel.std[step] if is_chain else 0.0, np.float32),
                     spawn=np.array([i + 1 for i in spawn] + [bin_slot] * (most - len(spawn)), np.int32),
                     spawn_coef=np.array(spawn_coef, np.float32),
                 )

@@ -163,16 +163,19 @@ def velocity(x, sigma, cond=0.0):
 
 
 @pytest.mark.parametrize("name", SCHEMES)
-def test_it_samples_and_completes_as_the_walk_does(name):
+def test_one_program_walks_with_any_kernel_and_completes_afterwards_too(name):
     scheme, tail = SCHEMES[name]
     key, ids, cond = jax.random.key(0), jnp.arange(4), jnp.linspace(-0.2, 0.2, 4)
     x, noise = flow.initial_noise(key, 0, ids, (6,)), flow.step_noise(key, 0, ids, 5, (6,))
-    run = jax.jit(lambda kernel: calibration.rollout_then_complete(velocity, x, kernel, GRID, noise, scheme, cond=cond, chunk=2, tail=tail))
+    run = jax.jit(lambda kernel: flow.rollout_and_complete(velocity, x, kernel, GRID, noise, scheme, cond=cond, chunk=2, tail=tail))
     for a in (0.7, 0.3):
         kernel = calibration.table(GRID, a * flow.flow_scale(GRID), flow.all_but_last(5).stochastic)
-        walk = jax.jit(lambda kernel=kernel: flow.rollout_and_complete(velocity, x, kernel, GRID, noise, scheme, cond=cond, tail=tail))
-        for ours, theirs in zip(jax.tree.leaves(run(jax.tree.map(jnp.float32, kernel))), jax.tree.leaves(walk())):
+        constant = jax.jit(lambda kernel=kernel: flow.rollout_and_complete(velocity, x, kernel, GRID, noise, scheme, cond=cond, tail=tail))
+        trajectory, clean = run(jax.tree.map(jnp.float32, kernel))
+        for ours, theirs in zip(jax.tree.leaves((trajectory, clean)), jax.tree.leaves(constant())):
             np.testing.assert_allclose(ours, theirs, rtol=2e-5, atol=2e-5)
+        later = calibration.complete_from(velocity, trajectory.latents, trajectory.velocity, scheme, cond=cond, chunk=2)
+        np.testing.assert_allclose(later, clean, rtol=2e-5, atol=2e-5)
     assert run._cache_size() == 1  # another kernel is not another program
 
 
