@@ -34,10 +34,9 @@ ARMS = {  # arm -> variants of scenes_preference
     "dense_reward": ("dense_reward",),
     "dense_grpo, n = k": ("dense_grpo",),
     "dense_grpo, n = 3": ("dense_grpo", "n3"),
-    "dense_grpo, as shipped": (),
 }
 LEARNING_RATES = {name: 1e-3 for name in ARMS}
-TUNED_OVER = (5e-4, 1e-3, 2e-3)
+TUNED_OVER = (5e-4, 1e-3, 2e-3, 4e-3)
 TUNING_SEED = 100
 EVALUATED = (256, 6)  # held-out prompts, images of each: 1536
 
@@ -52,7 +51,7 @@ def configured(arm: str, seed: int, rate: float, steps: int, every: int, workdir
         config,
         optimizer={"learning_rate": rate},
         evaluation={"every": every, "prompts": prompts, "images_per_prompt": each, "final_prompts": 0},
-        run={"steps": steps, "seed": seed, "workdir": workdir, "save_every": every, "report_every": 0},
+        run={"steps": steps, "seed": seed, "workdir": workdir, "save_every": every or steps, "report_every": 0},
     )
 
 
