@@ -83,6 +83,17 @@ def _calibrate(argv: list[str]) -> int:
     return 0
 
 
+def _plan(argv: list[str]) -> int:
+    """plan CONFIG --topology v5e:4x4 [--search]   say without an accelerator whether a config fits one, and what it costs"""
+    from densegrpo_jax.plan import command
+
+    if not argv or argv[0] in ("-h", "--help"):
+        print(f"densegrpo {_plan.__doc__}\n\nconfigs:\n{_list_configs()}\n\n`densegrpo plan CONFIG --help` explains every field.")
+        return 0
+    default = command.Plan(load_config(argv[0]))
+    return command.main(tyro.cli(command.Plan, default=default, args=argv[1:], prog=f"densegrpo plan {argv[0]}"), argv[0])
+
+
 def _sample(argv: list[str]) -> int:
     """sample FOLDER --prompt TEXT ...             draw images with a model folder, with or without an adapter"""
     from densegrpo_jax import sample
@@ -150,6 +161,7 @@ def _serve_rewards(argv: list[str]) -> int:
 COMMANDS = {
     "train": _train,
     "calibrate": _calibrate,
+    "plan": _plan,
     "sample": _sample,
     "eval": _eval,
     "export": _export,

@@ -1,0 +1,106 @@
+"""How much memory a chip needs in each phase, from the shapes alone.
+
+What stays (weights, adapter and optimiser, trajectories) is counted exactly. What a program needs while it runs is estimated: so many
+arrays [tokens, D] at the widest point of a block. Their numbers were fitted to programs compiled for TPU (docs/performance.md).
+"""
+
+from typing import NamedTuple
+
+from densegrpo_jax.config import batch_size
+from densegrpo_jax.plan.chips import GIB
+from densegrpo_jax.plan.recipe import Recipe
+from densegrpo_jax.plan.roofline import ENCODED_AT_ONCE, FLOAT32, Settings
+from densegrpo_jax.train.phases import recomputes
+
+FORWARD = 24  # arrays [tokens, D] alive at the peak of a block's forward pass
+BACKWARD = 56  # and of its backward pass, with its recomputed activations
+LOGITS = 8  # bytes per attention logit, unfused
+LOGITS_BACKWARD = 12
+SAVED = 2  # without remat: of every activation that goes in or out of a layer, kept for the backward pass
+SAVED_LOGITS = 6  # bytes per logit, unfused
+DECODED = 5  # full-size feature maps alive in the decoder
+SCORED_AT_ONCE = 32  # images; see rewards.clip
+SAFETY = 0.95  # of the memory; the rest is for programs and fragmentation
+
+
+class Memory(NamedTuple):
+    """Bytes on the fullest chip.
+
+    Attributes:
+      resident: what is there all the time, by what it is.
+      during: what each phase takes besides.
+    """
+
+    resident: dict[str, float]
+    during: dict[str, float]
+
+    @property
+    def peak(self) -> float:
+        return sum(self.resident.values()) + max(self.during.values())
+
+    @property
+    def fullest(self) -> str:
+        """The phase with the peak."""
+        return max(self.during, key=self.during.get)
+
+
+def memory(recipe: Recipe, settings: Settings, chips: int) -> Memory:
+    """The memory of each chip; see the module."""
+    r, s, config = recipe, settings, recipe.config
+    width, network, T = r.bytes_per_number, recipe.network, recipe.config.sampling.num_steps
+    B, latent = batch_size(config) / chips, FLOAT32 * r.latent[0] * r.latent[1] * r.latent[2]
+    tokens, branches, S = r.image_tokens + r.text_tokens, r.branches, r.text_tokens
+    encoders = sum(p.weights for p in r.encoders.values())
+    text = S * r.configs.transformer.joint_attention_dim * width  # of one prompt
+    trajectory = B * latent * (3 * T + 1 + len(r.tables.scheme) + 1)
+    resident = {
+        "transformer": network.weights * width / s.fsdp,
+        "text encoders": encoders * width / s.fsdp,
+        "autoencoder": r.autoencoder * FLOAT32,
+        "scorers": r.scorers * FLOAT32,
+        "trained weights, optimiser, average": 4 * FLOAT32 * r.adapter,
+        "trajectories": trajectory,
+        "prompts": (config.prompts.per_step + 1) * text,
+    }
+
+    gathered = 2 * network.block * width if s.fsdp > 1 else 0.0
+    chunk, micro, decoded = s.chunk / chips, s.micro_batch / chips, s.decode_chunk / chips
+    height, breadth = (side * r.configs.vae.downsampling for side in r.latent[:2])
+
+    def network_rows(rows: float, copies: int, logits: int) -> float:
+        return rows * branches * (copies * tokens * network.widest * width + (0 if s.fused else logits * network.largest_logits))
+
+    walk = chunk * (2 * (len(r.tables.scheme) + 2) + 3 * T) * latent
+    tile = config.completion.tile or (len(r.tables.scheme) + 1)
+    sampled = chunk if r.elsewhere else B  # rewards on the host are scored chunk by chunk
+    conditioning = (sampled + 2 * chunk * tile * branches) * text
+    images = B * (len(r.tables.scheme) + 1) * 3 * height * breadth  # of a step, as bytes
+    during = {
+        "encode": max(ENCODED_AT_ONCE * FORWARD * config.model.max_sequence_length * p.widest * width for p in r.encoders.values())
+        + gathered,
+        "rollout": network_rows(chunk * tile, FORWARD, LOGITS) + walk + trajectory + conditioning + gathered,
+        "decode": decoded * _decoder(r, height, breadth) + images,
+    }
+    if r.vision:
+        patches = FORWARD * 257 * r.vision.widest * FLOAT32 + LOGITS * r.vision.largest_logits
+        pixels = 4 * 3 * height * breadth * FLOAT32
+        during["reward"] = SCORED_AT_ONCE / min(chips, SCORED_AT_ONCE) * (patches + pixels) + images
+    trained = FLOAT32 * r.adapter
+    rows = micro * branches
+    if recomputes(config):
+        during["recompute"] = network_rows(micro, FORWARD, LOGITS) + 2 * B * T * latent + rows * text + gathered
+    saved = network.depth * tokens * network.widest * width
+    if not s.remat:
+        saved = SAVED * network.elements * width + (0 if s.fused else SAVED_LOGITS * network.logits)
+    during["update"] = rows * (saved + text) + network_rows(micro, BACKWARD, LOGITS_BACKWARD) + 3 * trained + gathered
+    return Memory(resident, during)
+
+
+def _decoder(recipe: Recipe, height: int, breadth: int) -> float:
+    """Bytes for decoding one image: feature maps of the second widest level at full size, and the attention in the middle."""
+    widths, positions = recipe.configs.vae.block_out_channels, recipe.latent[0] * recipe.latent[1]
+    return DECODED * FLOAT32 * height * breadth * widths[min(1, len(widths) - 1)] + LOGITS * positions**2
+
+
+def gib(number: float) -> str:
+    return f"{number / GIB:.2f}"

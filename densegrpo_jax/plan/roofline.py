@@ -1,0 +1,154 @@
+"""How long each phase takes at least: the slowest of its arithmetic, its memory traffic and its collectives, each at the chip's peak.
+
+The frozen weights may be sharded over `fsdp` chips, which gather them layer by layer in every network call. Trajectories are spread over
+all chips; adapters are replicated, and their gradients summed over all chips after every micro-batch.
+"""
+
+from typing import NamedTuple
+
+from densegrpo_jax.plan.chips import Topology
+from densegrpo_jax.plan.flops import Pass
+from densegrpo_jax.plan.recipe import Recipe
+from densegrpo_jax.train.phases import recomputes
+
+SPLASH_BLOCK = 512  # tokens; sequences are padded to whole blocks, see models/attention.py
+LOGIT_BYTES = 12  # unfused attention: logits written and read in float32, weights in bfloat16
+LOGIT_BYTES_BACKWARD = 20  # and their derivatives
+ENCODED_AT_ONCE = 8  # prompts; see pipeline.encode_prompts
+FLOAT32 = 4
+
+
+class Settings(NamedTuple):
+    """What may be chosen without changing what is learnt.
+
+    Attributes:
+      fsdp: chips that share the frozen weights.
+      chunk: trajectories sampled at a time, over all chips.
+      micro_batch: pairs in one pass of training, over all chips.
+      decode_chunk: images decoded at a time, over all chips.
+      remat: recompute activations per block in the backward pass.
+      attention: "xla", "splash" or "cudnn".
+    """
+
+    fsdp: int
+    chunk: int
+    micro_batch: int
+    decode_chunk: int
+    remat: bool
+    attention: str
+
+    @property
+    def fused(self) -> bool:
+        return self.attention != "xla"
+
+
+class Phase(NamedTuple):
+    """A phase of a training step.
+
+    Attributes:
+      name: of it.
+      evaluations: network evaluations per trajectory, guided ones counted once.
+      flops: that the chips carry out, all together; `useful` leaves out recomputation and padding.
+      moved: bytes to and from the memory of one chip.
+      received: bytes that one chip receives from others.
+      seconds: the bound.
+      limit: which of "arithmetic", "memory", "links" sets it.
+      mfu: useful FLOPs per chip and second over the chip's bfloat16 peak, at that bound.
+    """
+
+    name: str
+    evaluations: float
+    flops: float
+    useful: float
+    moved: float
+    received: float
+    seconds: float
+    limit: str
+    mfu: float
+
+
+def phases(recipe: Recipe, settings: Settings, topology: Topology) -> list[Phase]:
+    """The phases of a training step; "evaluation" is the run's, divided by its training steps."""
+    r, s, chip, n = recipe, settings, topology.chip, topology.count
+    config, network, B, T = r.config, r.network, r.trajectories, r.config.sampling.num_steps
+    width = r.bytes_per_number
+    peak = chip.peak if width == 2 else chip.peak_float32
+    weights, shared = network.weights * width, (s.fsdp - 1) / s.fsdp
+
+    tokens = r.image_tokens + r.text_tokens
+    padded = (-(-tokens // SPLASH_BLOCK) * SPLASH_BLOCK / tokens) ** 2 if s.attention == "splash" else 1.0
+    per_pass = network.flops + (padded - 1.0) * network.attention
+
+    def phase(name: str, evaluations: float, flops: float, useful: float, moved: float, received=0.0, speed=peak) -> Phase:
+        times = {"arithmetic": flops / n / speed, "memory": moved / chip.bandwidth, "links": received / topology.link}
+        limit = max(times, key=times.get)
+        seconds = times[limit]
+        mfu = useful / n / chip.peak / seconds if seconds else 0.0
+        return Phase(name, evaluations, flops, useful, moved, received, seconds, limit, mfu)
+
+    def touched(p: Pass, rows: float, number: int, backward: bool = False) -> float:
+        """Bytes of activations on one chip; backward: twice more, and again what is recomputed."""
+        logits = 0 if s.fused and p is network else LOGIT_BYTES * p.logits
+        forward = p.elements * number + logits
+        extra = (2 * p.elements * number + (LOGIT_BYTES_BACKWARD / LOGIT_BYTES) * logits + s.remat * forward) if backward else 0.0
+        return rows / n * (forward + extra)
+
+    def read(calls: float, times: float = 1.0) -> float:
+        """Bytes of weights that one chip reads, and writes where it has gathered them."""
+        return calls * times * weights * (1.0 + shared)
+
+    def forward(name: str, evaluations: float, useful: float, calls: float, rows: float) -> Phase:
+        moved = touched(network, rows * evaluations * r.branches, width) + read(calls)
+        return phase(
+            name, evaluations, rows * evaluations * r.branches * per_pass, rows * useful * r.branches * network.flops, moved,
+            calls * weights * shared,
+        )  # fmt: skip
+
+    # --- encode, sample, complete
+    rows = config.prompts.per_step
+    encode = sum(p.flops for p in r.encoders.values()) * rows
+    moved = sum(touched(p, rows, width) + -(-rows // ENCODED_AT_ONCE) * p.weights * width * (1 + shared) for p in r.encoders.values())
+    gathered = sum(p.weights for p in r.encoders.values()) * width * shared * -(-rows // ENCODED_AT_ONCE)
+    result = [phase("encode", 0.0, encode, encode, moved, gathered)]
+    chunks, more = B / s.chunk, r.price.evaluations - T
+    result.append(forward("rollout", T, T, chunks * T, B))
+    if r.tables.scheme:
+        result.append(forward("completion", more, more - r.price.padding, chunks * (r.price.calls - T), B))
+
+    # --- decode, score
+    images, side = r.images, r.decoder
+    decode_calls = images / s.decode_chunk
+    moved = touched(side, images, FLOAT32) + decode_calls * side.weights * FLOAT32
+    result.append(phase("decode", 0.0, images * side.flops, images * side.flops, moved, speed=chip.peak_float32))
+    if r.vision:
+        work = images * r.vision.flops
+        moved = touched(r.vision, images, FLOAT32) + images / 32 * r.vision.weights * FLOAT32
+        result.append(phase("reward", 0.0, work, work, moved, speed=chip.peak_float32))
+
+    # --- update
+    pairs, steps = B * r.trained_steps, r.trained_steps
+    micro = pairs / s.micro_batch
+    if recomputes(config):
+        result.append(forward("recompute", steps, steps, micro, B))
+    reference = config.objective.beta > 0.0
+    full = config.adapter.rank == 0
+    once = network.linear * (3 if full else 2) + network.attention * 3 + network.adapter * 3
+    base = network.linear + network.attention if reference else 0.0
+    again = s.remat * network.flops + (0.5 * s.fused * padded + (3 + reference + s.remat) * (padded - 1.0)) * network.attention
+    trained = network.weights if full else r.adapter
+    moved = touched(network, pairs * r.branches, width, backward=True) + read(micro, 2 + s.remat + reference)
+    if reference:
+        moved += touched(network, pairs * r.branches, width)
+    moved += micro * 2 * FLOAT32 * trained + config.optimizer.updates * 10 * FLOAT32 * trained
+    received = micro * ((2 + reference) * weights * shared + 2 * FLOAT32 * trained * (n - 1) / n)
+    passes = pairs * r.branches
+    result.append(phase("update", steps * (1 + reference), passes * (once + base + again), passes * (once + base), moved, received))
+
+    # --- evaluation, spread over the training steps
+    if r.evaluated_images:
+        each, count = config.evaluation.num_steps, r.evaluated_images
+        part = forward("evaluation", 0.0, 0.0, count / s.chunk * each, 0.0)
+        work = count * each * r.branches
+        moved = part.moved + touched(network, count * each * r.branches, width)
+        result.append(phase("evaluation", 0.0, work * per_pass, work * network.flops, moved, part.received))
+    return result

@@ -1,0 +1,122 @@
+"""Settings of a config on a topology: as configured, or the fastest that fit."""
+
+import jax.numpy as jnp
+
+from densegrpo_jax.config import Config, batch_size, check, micro_batch
+from densegrpo_jax.models.attention import default_impl
+from densegrpo_jax.plan.chips import Topology
+from densegrpo_jax.plan.memory import SAFETY, Memory, gib, memory
+from densegrpo_jax.plan.recipe import Recipe
+from densegrpo_jax.plan.roofline import Settings, phases
+
+ROWS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)  # per chip; beyond, arithmetic no longer gains from more
+
+
+def attentions(recipe: Recipe, topology: Topology) -> list[str]:
+    """The implementations that may be used on these chips, the one that the config means first."""
+    chosen, head = recipe.config.model.attention, recipe.configs.transformer.attention_head_dim
+    tokens, dtype, kind = recipe.image_tokens + recipe.text_tokens, jnp.dtype(recipe.config.model.dtype), topology.chip.kind
+    if chosen != "auto":
+        return [chosen]
+    first = default_impl(kind, tokens, head, dtype)
+    return [first, *({"xla", "splash"} - {first} if kind == "tpu" else ())]
+
+
+def configured(recipe: Recipe, topology: Topology, fsdp: int) -> Settings:
+    """The settings that the config has.
+
+    Raises:
+      ValueError: they cannot be spread evenly over the chips; says which, and what can.
+    """
+    config, n = recipe.config, topology.count
+    check(config, recipe.trained_steps, devices=n)
+    if fsdp < 1 or n % fsdp:
+        raise ValueError(f"fsdp = {fsdp} does not divide the {n} chips of {topology.name}; choose one of {divisors(n)}")
+    images = recipe.images
+    chunk = config.sampling.chunk or batch_size(config)
+    micro = micro_batch(config, recipe.trained_steps)
+    decode = max(d for d in range(1, min(config.sampling.decode_chunk, images) + 1) if images % d == 0)
+    for name, value, whole in (
+        ("sampling.chunk", chunk, batch_size(config)),
+        ("optimizer.micro_batch", micro, share(config, recipe.trained_steps)),
+        ("sampling.decode_chunk", decode, images),
+    ):
+        if value % n:
+            raise ValueError(
+                f"{name} = {value} cannot be spread evenly over the {n} chips of {topology.name}; choose one of {shared_evenly(whole, n)}, "
+                "or have settings chosen with --search"
+            )
+    return Settings(fsdp, chunk, micro, decode, config.optimizer.remat, attentions(recipe, topology)[0])
+
+
+def divisors(number: int) -> list[int]:
+    return [d for d in range(1, number + 1) if number % d == 0]
+
+
+def shared_evenly(whole: int, chips: int) -> list[int]:
+    """Sizes of pieces of `whole` that every chip takes an equal number of rows of."""
+    return [chips * rows for rows in ROWS if whole % (chips * rows) == 0]
+
+
+def share(config: Config, trained_steps: int) -> int:
+    """Pairs of one update."""
+    return batch_size(config) * trained_steps // config.optimizer.updates
+
+
+def fits(needed: Memory, topology: Topology) -> bool:
+    return needed.peak <= SAFETY * topology.chip.hbm
+
+
+def search(recipe: Recipe, topology: Topology) -> Settings:
+    """The settings with the shortest bound of a training step among those that fit. Sharding more, recomputing less or another attention
+    than "auto" has to gain two percent.
+
+    Raises:
+      ValueError: nothing fits; says how many bytes the leanest settings are over, and what would help.
+    """
+    config, n = recipe.config, topology.count
+    check(config, recipe.trained_steps, devices=n)
+    wholes = batch_size(config), share(config, recipe.trained_steps), recipe.images
+    pieces = dict(zip(("chunk", "micro_batch", "decode_chunk"), (shared_evenly(whole, n) for whole in wholes)))
+    for name, whole, sizes in zip(("trajectories", "pairs of an update", "images"), wholes, pieces.values()):
+        if not sizes:
+            raise ValueError(f"the {whole} {name} cannot be spread evenly over the {n} chips of {topology.name}; change prompts.per_step")
+    lean = {field: sizes[0] for field, sizes in pieces.items()}
+    best: tuple[float, Settings] | None = None
+    for kind in attentions(recipe, topology):
+        for fsdp in divisors(n):
+            for remat in (True, False):
+                chosen = Settings(fsdp=fsdp, remat=remat, attention=kind, **lean)
+                for field, sizes in pieces.items():  # each is about phases of its own
+                    larger = (chosen._replace(**{field: size}) for size in reversed(sizes))
+                    chosen = next((settings for settings in larger if fits(memory(recipe, settings, n), topology)), chosen)
+                if not fits(memory(recipe, chosen, n), topology):
+                    continue
+                seconds = sum(phase.seconds for phase in phases(recipe, chosen, topology))
+                if best is None or seconds < 0.98 * best[0]:
+                    best = seconds, chosen
+    if best is None:
+        leanest = Settings(fsdp=n, remat=True, attention=attentions(recipe, topology)[-1], **lean)
+        raise ValueError(f"nothing fits {topology.name}: with the leanest settings {excess(recipe, leanest, topology)}")
+    return best[1]
+
+
+def excess(recipe: Recipe, settings: Settings, topology: Topology) -> str:
+    """How many bytes are too many, in which phase, what they are, and what would help."""
+    needed, room = memory(recipe, settings, topology.count), SAFETY * topology.chip.hbm
+    largest = sorted(needed.resident.items(), key=lambda item: -item[1])[:3]
+    held = ", ".join(f"{name} {gib(number)}" for name, number in largest)
+    phase, during, over = needed.fullest, needed.during[needed.fullest], needed.peak - room
+    smaller = {"rollout": "sampling.chunk", "decode": "sampling.decode_chunk"}.get(phase, "optimizer.micro_batch")
+    helps = []
+    if during > 0.25 * room and phase in ("rollout", "decode", "recompute", "update"):
+        helps.append(f"lower {smaller}")
+    if phase == "update" and not settings.remat:
+        helps.append("set optimizer.remat")
+    if settings.fsdp < topology.count:
+        helps.append(f"raise fsdp above {settings.fsdp}")
+    helps.append("take more chips, or chips with more memory")
+    return (
+        f"{over:,.0f} bytes too many on each chip ({gib(needed.peak)} GiB at the peak, in {phase}, of {gib(room)} GiB usable; always "
+        f"there: {held} GiB; {phase} takes {gib(during)} GiB besides): {', or '.join(helps)}"
+    )

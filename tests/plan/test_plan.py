@@ -1,0 +1,149 @@
+"""Plans: what fits, what is refused and why, how costs move with what is planned."""
+
+import json
+
+import pytest
+
+from densegrpo_jax import cli
+from densegrpo_jax.plan import command, memory, roofline, search
+from densegrpo_jax.plan import recipe as recipes
+from densegrpo_jax.plan.chips import CHIPS, GIB, topology
+from densegrpo_jax_configs.variants import change
+
+FULL_SIZE = {  # config -> where it is meant to run; docs/launching.md names the same
+    "sd35_medium_pickscore": ("v5e:4x4", "v5p:2x2x1", "v6e:2x4", "v4:2x2x2", "h100:8", "h200:1", "a100-80:8"),
+    "sd35_medium_geneval": ("v6e:4x4", "h100:8"),
+    "sd35_medium_ocr": ("v6e:4x4", "h100:8"),
+    "sd35_medium_pickscore_1024": ("v6e:4x4", "v5p:2x2x2", "h200:8"),
+    "flux_dev_pickscore": ("v5p:2x2x2", "v6e:4x4", "h100:8", "h200:8"),
+}
+
+
+@pytest.fixture(scope="module")
+def pickscore():
+    return recipes.read(cli.load_config("sd35_medium_pickscore"))
+
+
+def bound(recipe, settings, name):
+    return {phase.name: phase for phase in roofline.phases(recipe, settings, topology(name))}
+
+
+@pytest.mark.parametrize("name", FULL_SIZE)
+def test_every_full_size_config_has_settings_that_fit_where_it_is_meant_to_run(name):
+    recipe = recipes.read(cli.load_config(name))
+    for where in map(topology, FULL_SIZE[name]):
+        chosen = search.search(recipe, where)
+        assert search.fits(memory.memory(recipe, chosen, where.count), where)
+        assert all(getattr(chosen, field) % where.count == 0 for field in ("chunk", "micro_batch", "decode_chunk"))
+        config = change(
+            recipe.config, sampling={"chunk": chosen.chunk, "decode_chunk": chosen.decode_chunk},
+            optimizer={"micro_batch": chosen.micro_batch},
+        )  # fmt: skip
+        assert search.configured(recipe._replace(config=config), where, chosen.fsdp)[:4] == chosen[:4]  # as the trainer takes them
+
+
+def test_the_paper_s_evaluations_and_images(pickscore):
+    phases = bound(pickscore, search.search(pickscore, topology("h200:1"))._replace(remat=True), "h200:1")
+    assert pickscore.trajectories == 1152 and pickscore.images == 11 * 1152 and pickscore.branches == 2
+    assert (phases["rollout"].evaluations, phases["completion"].evaluations, phases["update"].evaluations) == (10, 45, 18)
+    assert phases["rollout"].useful == pytest.approx(1152 * 10 * 2 * 2.244e12, rel=1e-3)
+    assert phases["completion"].useful == pytest.approx(4.5 * phases["rollout"].useful)
+    # forward, gradient of activations, reference: 3 times the linear layers (frozen weights have no gradient)
+    assert 2.9 < phases["update"].useful / phases["rollout"].useful / 0.9 < 3.4
+    assert phases["update"].flops > 1.3 * phases["update"].useful  # remat computes the forward pass again
+    assert all(0 < phase.mfu <= 1 for phase in phases.values())
+
+
+def test_costs_fall_with_chips_and_rise_with_completions(pickscore):
+    settings = search.search(pickscore, topology("v6e:2x4"))
+    seconds = {name: sum(p.seconds for p in bound(pickscore, settings, name).values()) for name in ("v6e:2x4", "v6e:4x4")}
+    assert seconds["v6e:2x4"] == pytest.approx(2 * seconds["v6e:4x4"], rel=0.05)
+    rows = command.completions(pickscore, topology("v6e:2x4"), settings, 0.4)
+    assert [row["evaluations"] for row in rows] == [10, 10, 19, 27, 55]
+    hours = [row["chip_hours_per_20_steps"] for row in rows]
+    assert hours == sorted(hours) and 1.5 < hours[-1] / hours[1] < 2.2  # the paper has 19 / 11
+
+
+def test_sharing_weights_saves_their_memory_and_costs_links(pickscore):
+    settings = search.search(pickscore, topology("h200:8"))
+    alone, shared = settings._replace(fsdp=1), settings._replace(fsdp=8)
+    held = [memory.memory(pickscore, s, 8).resident for s in (alone, shared)]
+    assert held[0]["transformer"] == pytest.approx(2.47e9 * 2, rel=1e-3)
+    assert held[1]["transformer"] * 8 == held[0]["transformer"] and held[1]["autoencoder"] == held[0]["autoencoder"]
+    first, second = (bound(pickscore, s, "h200:8")["rollout"] for s in (alone, shared))
+    calls = 1152 / settings.chunk * 10
+    assert first.received == 0 and second.received == pytest.approx(calls * 2.47e9 * 2 * 7 / 8, rel=1e-3)
+
+
+def test_memory_is_the_largest_phase_not_the_sum(pickscore):
+    needed = memory.memory(pickscore, search.search(pickscore, topology("v6e:2x4")), 8)
+    assert needed.peak == sum(needed.resident.values()) + needed.during[needed.fullest]
+    assert needed.peak < sum(needed.resident.values()) + sum(needed.during.values())
+
+
+def test_without_remat_and_without_fused_attention_more_is_needed(pickscore):
+    lean = search.search(pickscore, topology("v6e:2x4"))._replace(attention="splash", remat=True)
+    peaks = [memory.memory(pickscore, s, 8).during["update"] for s in (lean, lean._replace(attention="xla"), lean._replace(remat=False))]
+    assert peaks[0] < peaks[1] and 5 * peaks[0] < peaks[2]
+
+
+# --- the command -------------------------------------------------------------------------------------------------------
+
+
+def test_a_plan_is_printed_and_written(tmp_path, capsys):
+    assert cli.main(["plan", "sd35_medium_pickscore", "--topology", "h100:8", "--search", "--json", str(tmp_path / "plan.json")]) == 0
+    out = capsys.readouterr().out
+    for name in ("encode", "rollout", "completion", "decode", "reward", "recompute", "update", "chip-hours", "--sampling.chunk"):
+        assert name in out
+    values = json.loads((tmp_path / "plan.json").read_text())
+    assert values["settings"]["attention"] == "cudnn" and values["memory"]["peak"] < values["memory"]["usable"]
+
+
+def test_what_does_not_fit_is_refused_with_the_bytes_and_a_remedy(capsys):
+    flags = ["--sampling.chunk", "48", "--optimizer.micro-batch", "16", "--sampling.decode-chunk", "16"]
+    assert cli.main(["plan", "sd35_medium_pickscore", "--topology", "v5e:4x4", *flags]) == 2
+    error = capsys.readouterr().err
+    assert "bytes too many on each chip" in error and "text encoders" in error and "raise fsdp above 1" in error
+    assert cli.main(["plan", "sd35_medium_pickscore", "--topology", "v5e:4x4", "--fsdp", "4", *flags]) == 0
+    assert cli.main(["plan", "flux_dev_pickscore", "--topology", "v5e:1x1", "--search"]) == 2
+    assert "nothing fits v5e:1x1" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["toy"], "nothing to plan"),
+        (["sd35_medium_pickscore", "--topology", "v9:2"], "no chip 'v9'; there are v4, v5e"),
+        (["sd35_medium_pickscore", "--topology", "v5e:16"], "2 sides, as in v5e:4x4"),
+        (["sd35_medium_pickscore", "--topology", "h100:8x2"], "1 side, as in h100:8"),
+        (["sd35_medium_pickscore", "--topology", "v5e:4x4"], "sampling.chunk = 24 cannot be spread evenly over the 16 chips"),
+        (["sd35_medium_pickscore", "--topology", "h100:8", "--fsdp", "3"], r"fsdp = 3 does not divide the 8 chips"),
+        (["sd35_medium_pickscore", "--topology", "h100:7"], "choose per_step from"),
+        (["sd35_medium_pickscore", "--model.path", "somebody/else"], "its shape is not known; known are stabilityai"),
+        (["sd35_medium_pickscore", "--efficiency", "1.5"], "at most 1"),
+    ],
+)
+def test_bad_input_is_refused_by_name(arguments, message, capsys):
+    assert cli.main(["plan", *arguments]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_a_folder_on_disk_is_planned_from_its_configs():
+    recipe = recipes.read(cli.load_config("scenes_preference"))
+    assert recipe.image_tokens == 16 and recipe.elsewhere == ("scenes_preference",)
+    assert memory.memory(recipe, search.search(recipe, topology("h200:1")), 1).peak < 8 * GIB
+
+
+def test_full_fine_tuning_holds_four_copies_of_the_weights(pickscore):
+    config = change(cli.load_config("sd35_medium_pickscore"), adapter={"rank": 0})
+    full = recipes.read(config)
+    settings = search.search(pickscore, topology("h200:8"))
+    trained = memory.memory(full, settings, 8).resident["trained weights, optimiser, average"]
+    assert trained == pytest.approx(4 * 4 * 2.47e9, rel=1e-3)
+    assert bound(full, settings, "h200:8")["update"].useful > bound(pickscore, settings, "h200:8")["update"].useful
+
+
+def test_topologies():
+    assert topology("v5p:2x2x2").count == 8 and topology("v5e:4x4").name == "v5e:4x4"
+    assert topology("h100:16").link == CHIPS["h100"].network < topology("h100:8").link
+    assert all(chip.peak >= chip.peak_float32 > 0 for chip in CHIPS.values())
