@@ -1,0 +1,97 @@
+#!/usr/bin/env bash
+# A Cloud TPU slice from nothing to a run that continues:
+#
+#   bash launch/tpu_vm.sh create NAME --topology v5e:4x4 [--spot]    ask for the slice as a queued resource
+#   bash launch/tpu_vm.sh status NAME                                has it come yet?
+#   bash launch/tpu_vm.sh setup NAME [--bucket BUCKET]               copy the repository, install a Python and the package on all hosts
+#   bash launch/tpu_vm.sh run NAME CONFIG [training options]         start, or continue, training on all hosts; returns at once
+#   bash launch/tpu_vm.sh logs NAME                                  the last lines of every host's log
+#   bash launch/tpu_vm.sh stop NAME                                  finish the step and save
+#   bash launch/tpu_vm.sh fetch NAME FOLDER                          copy the remote work folder FOLDER here (of one host)
+#   bash launch/tpu_vm.sh delete NAME
+#
+# Options: --zone ZONE, --project PROJECT (those of gcloud's configuration by default), --dry-run (print the commands instead).
+# Several hosts need one work folder that all see: with --bucket the Cloud Storage bucket is mounted as ~/shared on each; give
+# `--run.workdir ../shared/NAME`. What is copied is the last commit. HF_TOKEN is passed on if it is set.
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+source launch/dry_run.sh
+
+action=${1:-} name=${2:-}
+case $action in
+  create | status | setup | run | logs | stop | fetch | delete) ;;
+  -h | --help | "") usage "${BASH_SOURCE[0]}"; exit 0 ;;
+  *) fail "unknown action $action; see --help" ;;
+esac
+[[ -n $name && $name != -* ]] || fail "$action needs the name of the slice"
+shift 2
+
+topology="" bucket="" spot=() place=() rest=()
+while (($#)); do
+  case $1 in
+    --topology) topology=$2; shift ;;
+    --bucket) bucket=$2; shift ;;
+    --spot) spot=(--spot) ;;
+    --zone | --project) place+=("$1=$2"); shift ;;
+    --dry-run) dry_run=1 ;;
+    *) rest+=("$1") ;;
+  esac
+  shift
+done
+
+chips() { # v5e:4x4 -> 16
+  local sides=${1#*:}
+  echo $((${sides//x/*}))
+}
+
+on_all_hosts() { # command
+  run gcloud compute tpus tpu-vm ssh "$name" "${place[@]}" --worker=all --ssh-flag="-o ServerAliveInterval=30" --command="$1"
+}
+
+case $action in
+  create)
+    [[ $topology =~ ^(v4|v5e|v5p|v6e):[0-9]+(x[0-9]+)+$ ]] || fail "--topology ${topology:-?}: write it as plan does, such as v5e:4x4 or v5p:2x2x1"
+    count=$(chips "$topology")
+    case $topology in # v4 and v5p are counted in cores, two a chip
+      v4:*) type=v4-$((2 * count)) version=tpu-ubuntu2204-base ;;
+      v5p:*) type=v5p-$((2 * count)) version=v2-alpha-tpuv5 ;;
+      v5e:*) type=v5litepod-$count version=v2-alpha-tpuv5-lite ;;
+      v6e:*) type=v6e-$count version=v2-alpha-tpuv6e ;;
+    esac
+    run gcloud compute tpus queued-resources create "$name" --node-id="$name" "${place[@]}" \
+      --accelerator-type="$type" --runtime-version="$version" "${spot[@]}"
+    ;;
+  status) run gcloud compute tpus queued-resources describe "$name" "${place[@]}" --format="value(state.state)" ;;
+  setup)
+    archive=densegrpo.tar.gz
+    run git archive --format=tar.gz --output="/tmp/$archive" HEAD
+    run gcloud compute tpus tpu-vm scp "/tmp/$archive" "$name:$archive" "${place[@]}" --worker=all
+    # The images come with Python 3.10: uv brings a later one.
+    on_all_hosts "mkdir -p densegrpo && tar xzf $archive -C densegrpo && cd densegrpo &&\
+ curl -LsSf https://astral.sh/uv/install.sh | sh && ~/.local/bin/uv venv --allow-existing --python 3.12 .venv &&\
+ ~/.local/bin/uv pip install --python .venv/bin/python --editable '.[tpu,ocr]'"
+    if [[ -n $bucket ]]; then
+      # Folders are renamed when a checkpoint is complete; gcsfuse does that for so many files at most.
+      on_all_hosts "mkdir -p ~/shared && (command -v gcsfuse || (export GCSFUSE_REPO=gcsfuse-\$(lsb_release -c -s) &&\
+ echo \"deb [signed-by=/usr/share/keyrings/cloud.google.asc] https://packages.cloud.google.com/apt \$GCSFUSE_REPO main\" |\
+ sudo tee /etc/apt/sources.list.d/gcsfuse.list && curl -s https://packages.cloud.google.com/apt/doc/apt-key.gpg |\
+ sudo tee /usr/share/keyrings/cloud.google.asc >/dev/null && sudo apt-get update -q && sudo apt-get install -qy gcsfuse)) &&\
+ (mountpoint -q ~/shared || gcsfuse --implicit-dirs --rename-dir-limit=100000 $(printf '%q' "$bucket") ~/shared)"
+    fi
+    ;;
+  run)
+    [[ -n ${rest[0]:-} && ${rest[0]} != -* ]] || fail "run needs a config, such as sd35_medium_pickscore, before the training options"
+    token=${HF_TOKEN:+HF_TOKEN=$(printf '%q' "$HF_TOKEN") }
+    ((dry_run)) && token=${HF_TOKEN:+'HF_TOKEN=... '}
+    flags=${LIBTPU_INIT_ARGS:+LIBTPU_INIT_ARGS=$(printf '%q' "$LIBTPU_INIT_ARGS") }
+    on_all_hosts "cd densegrpo && mkdir -p logs && (${token}${flags}setsid nohup .venv/bin/densegrpo train$(printf ' %q' "${rest[@]}")\
+ >>logs/\$(hostname).log 2>&1 </dev/null & echo \$! >logs/pid) && echo \$(hostname) started"
+    ;;
+  logs) on_all_hosts "cd densegrpo && tail -n 20 logs/\$(hostname).log" ;;
+  stop) on_all_hosts "cd densegrpo && kill -TERM \$(cat logs/pid)" ;;
+  fetch)
+    ((${#rest[@]} == 1)) || fail "fetch needs the remote work folder, such as runs/sd35_medium_pickscore"
+    run gcloud compute tpus tpu-vm scp --recurse "$name:densegrpo/${rest[0]}" . "${place[@]}" --worker=0
+    ;;
+  delete) run gcloud compute tpus queued-resources delete "$name" "${place[@]}" --force --quiet ;;
+esac
