@@ -28,7 +28,7 @@ from densegrpo_jax.flow import calibration
 from densegrpo_jax.flow.calibration import Rule, Signs
 from densegrpo_jax.policy import Policy
 from densegrpo_jax.rewards import Reward, Scores
-from densegrpo_jax.train import loop, metrics, phases, psi
+from densegrpo_jax.train import files, lock, loop, metrics, phases, psi
 
 STREAM = 1_112_026  # folded into the run's seed: calibration shares no noise with training
 DECIDING = ("model", "rewards", "sampling", "exploration", "completion")  # sections of the config that calibration depends on
@@ -244,7 +244,13 @@ def calibrate(config: Config, options: Calibration, *, extra_rewards: dict[str, 
             "then fall to their bound however balanced: use --calibration.trajectories 3, 5 or 7, or --calibration.mode scaled"
         )
     folder = config.run.workdir / "calibration"
-    folder.mkdir(parents=True, exist_ok=True)
+    files.writable(folder, "run.workdir")
+    with lock.held(folder):
+        return _search(config, options, s, folder, count)
+
+
+def _search(config: Config, options: Calibration, s: Setting, folder: Path, count: int) -> Path:
+    """The iterations, from where the folder's trace ends."""
     identity = _settle(folder, s, options)
     trace = folder / "trace.jsonl"
     records = metrics.rewind(trace, sys.maxsize)  # a torn last line is dropped

@@ -17,7 +17,7 @@ CONFIGS = Path(densegrpo_jax_configs.__file__).parent
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Runs a command; returns the exit code: 0 done, 1 interrupted, 2 bad input (one line says what)."""
+    """Runs a command; returns the exit code: 0 done, 1 interrupted, 2 bad input (one line says what), 3 a run that stopped itself."""
     argv = sys.argv[1:] if argv is None else argv
     if not argv or argv[0] in ("-h", "--help", "help"):
         print(_overview())
@@ -33,6 +33,13 @@ def main(argv: list[str] | None = None) -> int:
     except (ValueError, OSError) as error:
         print(f"densegrpo {argv[0]}: {error}", file=sys.stderr)
         return 2
+    except RuntimeError as error:
+        from densegrpo_jax.train.health import Stopped
+
+        if not isinstance(error, Stopped):
+            raise
+        print(f"densegrpo {argv[0]}: {error}", file=sys.stderr)
+        return 3
     except KeyboardInterrupt:
         print(f"densegrpo {argv[0]}: interrupted; the last checkpoint stands, the same command continues from it", file=sys.stderr)
         return 1

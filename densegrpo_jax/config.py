@@ -194,6 +194,10 @@ class Evaluation:
     final_prompts: int = 0
     """Held-out prompts of a larger comparison with the base model when training is done; 0 for none."""
     final_images_per_prompt: int = 6
+    collapse_reward: float = 1.0
+    """The run stops when the held-out reward is so many standard deviations of the base model's images below the base; 0 for never."""
+    collapse_contrast: float = 0.3
+    """The run stops when the contrast of the sampled images is below this share of the first step's; 0 for never."""
 
 
 @dataclass(frozen=True)
@@ -206,7 +210,13 @@ class Run:
     save_every: int = 10
     """Training steps between checkpoints."""
     keep: int = 3
-    """Checkpoints kept."""
+    """Last checkpoints kept."""
+    keep_best: bool = True
+    """Save at every evaluation, and keep the checkpoint of the highest held-out reward beyond the last ones."""
+    compilation_cache: bool = True
+    """Keep compiled programs in the work folder, so that a continued run starts sooner; JAX_COMPILATION_CACHE_DIR takes precedence."""
+    max_nonfinite: int = 20
+    """The run stops after so many updates in a row that were left out because their gradient is not finite; 0 for never."""
     report_every: int = 10
     """Training steps between rewrites of report.html; 0 for only at the end."""
     wandb: bool = False
@@ -289,6 +299,9 @@ def check(config: Config, trained_steps: int, devices: int = 1) -> None:
         ("run.steps", config.run.steps, 1),
         ("run.save_every", config.run.save_every, 1),
         ("run.keep", config.run.keep, 1),
+        ("run.max_nonfinite", config.run.max_nonfinite, 0),
+        ("evaluation.collapse_reward", config.evaluation.collapse_reward, 0),
+        ("evaluation.collapse_contrast", config.evaluation.collapse_contrast, 0),
         ("evaluation.images_per_prompt", config.evaluation.images_per_prompt, 1),
         ("evaluation.final_prompts", config.evaluation.final_prompts, 0),
         ("evaluation.final_images_per_prompt", config.evaluation.final_images_per_prompt, 1),

@@ -4,7 +4,6 @@ step for fixed and calibrated noise levels, and how well the completions tell th
 import dataclasses
 import html
 import json
-import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,7 +18,7 @@ from densegrpo_jax import policy as policies
 from densegrpo_jax.calibrate import Figure, Setting, make_draw, rewards_and_gains
 from densegrpo_jax.config import Completion, batch_size, reward_weights
 from densegrpo_jax.flow import calibration
-from densegrpo_jax.train import loop, metrics, phases, psi, report
+from densegrpo_jax.train import files, loop, metrics, phases, psi, report
 from densegrpo_jax.train.report import ACCENT, BAD, GOOD, INK, SOFT
 
 FIGURE_EPOCH, ACCURACY_EPOCH = 2**20, 2**20 + 1  # address noise that the search does not reach
@@ -254,10 +253,8 @@ def draw_report(folder: Path, numbers: dict, model: str) -> Path:
     details = html.escape(json.dumps({k: v for k, v in found.items() if k not in ("trace", "reward_by_level")}, indent=1))
     parts.append(report._section("psi.json, without its trace", f"<pre>{details}</pre>"))
     page = f"<!doctype html><html lang=en><meta charset=utf-8><title>Calibration</title><style>{report.STYLE}</style>"
-    path, scratch = folder / "report.html", folder / "report.tmp"
-    scratch.write_text(page + "<main>" + "".join(parts) + "</main></html>")
-    os.replace(scratch, path)
-    return path
+    files.write(folder / "report.html", page + "<main>" + "".join(parts) + "</main></html>")
+    return folder / "report.html"
 
 
 COLORS = ("#8854d0", ACCENT, "#fa8231", INK, "#20bf6b", "#eb3b5a")

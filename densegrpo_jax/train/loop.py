@@ -1,13 +1,14 @@
 """The training loop, read from top to bottom like the paper's: sample, complete, score, credit, update."""
 
 import dataclasses
+import io
 import json
 import platform
 import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
@@ -29,7 +30,7 @@ from densegrpo_jax.policy import Policy
 from densegrpo_jax.prompts import PromptSet
 from densegrpo_jax.rewards import Reward, Scores
 from densegrpo_jax.rewards.health import alarms, complaints, step_health
-from densegrpo_jax.train import checkpoint, metrics, phases, psi, report
+from densegrpo_jax.train import cache, checkpoint, files, health, lock, metrics, phases, psi, report
 from densegrpo_jax.train import state as states
 
 SHOWN = 12  # held-out prompts whose first image is kept at each evaluation, for the report
@@ -47,13 +48,26 @@ def train(config: Config, *, credit_method: Callable | None = None, extra_reward
       The report's path.
 
     Raises:
-      ValueError: settings that contradict each other, unknown prompts or rewards, a work folder of another run.
+      ValueError: settings that contradict each other, unknown prompts or rewards, a work folder of another run or one that another
+        run is in.
+      OSError: the work folder cannot be written to, or is gone, or none of its checkpoints is whole.
+      health.Stopped: the run cannot recover.
     """
-    with _interruptible() as stop:
-        return _run(config, credit_method, extra_rewards or {}, stop)
+    with _interruptible() as stop, ExitStack() as opened:
+        try:
+            return _run(config, credit_method, extra_rewards or {}, stop, opened)
+        except FileNotFoundError as error:
+            if (folder := config.run.workdir).exists():
+                raise
+            raise OSError(
+                f"run.workdir = {folder} is gone: it was deleted or moved while the run went on. Moved back, the same command continues "
+                "from its last checkpoint; without it the run begins anew"
+            ) from error
 
 
-def _run(config: Config, credit_method: Callable | None, extra_rewards: dict[str, Reward], stop: dict[str, bool]) -> Path:
+def _run(
+    config: Config, credit_method: Callable | None, extra_rewards: dict[str, Reward], stop: dict[str, bool], opened: ExitStack
+) -> Path:
     # ------------------------------------------------------------------------------------------------ model, data, rewards
     policy = policies.load(config)
     sigmas = policies.sigmas(config, policy, config.sampling.num_steps)
@@ -69,16 +83,17 @@ def _run(config: Config, credit_method: Callable | None, extra_rewards: dict[str
 
     # ---------------------------------------------------------------------------------------------------- state, or resume
     workdir = config.run.workdir
-    workdir.mkdir(parents=True, exist_ok=True)
+    files.writable(workdir, "run.workdir")
+    opened.enter_context(lock.held(workdir))
     checkpoint.settle_config(config)
     config = psi.adopt(config)
-    saver = checkpoint.manager(config)
-    state = checkpoint.restore(saver, states.init(config, policy.start()))
+    opened.enter_context(cache.under(workdir if config.run.compilation_cache else None))
+    state = checkpoint.restore(config, states.init(config, policy.start()))
     start = int(state.step)
-    log = workdir / "metrics.jsonl"
-    kept = metrics.rewind(log, start)
-    quiet = kept[-1].get("gains", {}).get("quiet") if kept else None
-    boards = metrics.boards(workdir, config.run.wandb)
+    log, evaluations = workdir / "metrics.jsonl", workdir / "evaluation.jsonl"
+    history, _ = metrics.rewind(log, start), metrics.rewind(evaluations, start)
+    quiet = history[-1].get("gains", {}).get("quiet") if history else None
+    boards = opened.enter_context(metrics.boards(workdir, config.run.wandb, start))
     _write_manifest(config, policy, tables)
 
     # ------------------------------------------------------------------------------------------------------ compiled phases
@@ -87,14 +102,22 @@ def _run(config: Config, credit_method: Callable | None, extra_rewards: dict[str
     update, recompute = phases.make_update(config, policy), phases.make_recompute(config, policy)
     evaluate = _make_evaluation(config, policy, decode, scorers, held_out)
     uncond = policy.encode([""]) if config.sampling.guidance_scale != 1.0 else None
+    e = config.evaluation
     ids, groups = jnp.arange(batch_size(config)), np.repeat(np.arange(config.prompts.per_step), config.prompts.group_size)
     start_ids = jnp.asarray(groups) if config.prompts.shared_start else ids
 
-    if start == 0 and config.evaluation.every:
-        evaluate(None, 0)
+    due = lambda done: bool(e.every) and (done % e.every == 0 or done == config.run.steps)  # noqa: E731
+    measured = metrics.read(evaluations)
+    if owed := [done for done in {0, start} if due(done) and done not in (r["done"] for r in measured)]:
+        for done in sorted(owed):  # the base model, and what a kill has left undone
+            evaluate(_averaged(config, state) if done else None, done)
+        measured = metrics.read(evaluations)
+        checkpoint.retain(config)
+    health.stop_if_sick(config, history, measured)
     complained: set[tuple[str, str]] = set()  # what is wrong with which reward
     recent: list[float] = []  # seconds of the last steps
-    bar = tqdm(total=config.run.steps, initial=start, disable=not metrics.is_terminal(), unit="step", dynamic_ncols=True)
+    shown = {"disable": not metrics.is_terminal(), "unit": "step", "dynamic_ncols": True}
+    bar = opened.enter_context(tqdm(total=config.run.steps, initial=start, **shown))
     # ------------------------------------------------------------------------------------------------------------- the loop
     for step in range(start, config.run.steps):
         began = time.perf_counter()
@@ -132,9 +155,10 @@ def _run(config: Config, credit_method: Callable | None, extra_rewards: dict[str
             trajectory, kernel, jnp.float32(result.advantage), jnp.float32(weight), cond, uncond, jnp.asarray(groups, jnp.int32)
         )
         order = phases.update_order(config, tables.trained, step, micro_batch(config, int(tables.trained.sum())))
+        drift = None
         if phases.recomputes(config):
             everything = jnp.asarray(order.reshape(-1, *order.shape[2:]))
-            batch = recompute(policy.params, state.trained, batch, everything)
+            batch, drift = recompute(policy.params, state.trained, batch, everything)
         updates = []
         for u in range(config.optimizer.updates):
             state, numbers, log_ratio = update(state, policy.params, batch, jnp.asarray(order[u]), u == 0)
@@ -143,10 +167,15 @@ def _run(config: Config, credit_method: Callable | None, extra_rewards: dict[str
 
         # what happened
         record = _record(config, step, tables, total, scored, levels, result, groups, updates, order, time.perf_counter() - began)
-        record["images"] = _image_statistics(clean[-1]) | pixels
+        record["recomputed"] = drift is not None
+        record["log_prob_drift"] = record["log_ratio_before"] if drift is None else step_metrics(drift, tables.trained)
+        record["images"], finite = _image_statistics(clean[-1], pixels)
+        before = history[-1].get("nonfinite") if history else None
+        record["nonfinite"] = health.nonfinite(before, [float(numbers["grad_norm"]) for numbers, _ in updates], finite)
         record["reward_health"] = step_health(rewards.Scored(scored, wait), record["seconds"])
         record["reward_wait"] = sum(wait.values()) / record["seconds"]
-        wrong = complaints(record["reward_health"])
+        history = [*history[:1], *history[1:][-health.RECENT :], metrics.plain(record)]
+        wrong = complaints(record["reward_health"]) | health.complaints(history[-1], history[0], config)
         for line in (line for kind, line in wrong.items() if kind not in complained):  # once, not at every step
             bar.write(f"warning: step {step + 1}: {line}")
         complained = set(wrong)
@@ -162,23 +191,29 @@ def _run(config: Config, credit_method: Callable | None, extra_rewards: dict[str
             print(metrics.line(record, config.run.steps, left), flush=True)
         recent = [record["seconds"], *recent][:10] if step > start else []  # the first step compiles
 
-        # evaluation, checkpoint, report
+        # checkpoint first, as a machine that is being taken away leaves little time; then evaluation, report
         done = step + 1
-        last = done == config.run.steps or stop["asked"]
-        if config.evaluation.every and (done % config.evaluation.every == 0 or last):
+        last = done == config.run.steps
+        if done % config.run.save_every == 0 or last or stop["asked"] or (due(done) and config.run.keep_best):
+            checkpoint.save(config, state)
+        if stop["asked"]:
+            print(f"stopped after step {done}; everything is saved, and the same command continues from here")
+            return report.write(workdir)
+        if due(done):
             evaluate(_averaged(config, state), done)
-            for alarm in alarms(metrics.read(workdir / "evaluation.jsonl"), list(weights)):
+            checkpoint.retain(config)
+            measured = metrics.read(evaluations)
+            for alarm in alarms(measured, list(weights)):
                 bar.write(f"warning: {alarm.line()}")
-        if done % config.run.save_every == 0 or last:
-            checkpoint.save(saver, state)
         if last or (config.run.report_every and done % config.run.report_every == 0):
             report.write(workdir)
-        if stop["asked"] and done < config.run.steps:
-            print(f"stopped after step {done}; everything is saved, and the same command continues from here")
-            break
+        try:
+            health.stop_if_sick(config, history, measured)
+        except health.Stopped:
+            report.write(workdir)
+            raise
 
     bar.close()
-    saver.close()
     if config.evaluation.final_prompts and int(state.step) == config.run.steps:
         print("comparing with the base model on more prompts", flush=True)
         evaluate(None, 0, final=True)
@@ -340,13 +375,14 @@ def _pixel_statistics(seen: list, rows: int, batch: int) -> dict[str, float]:
 
 
 @jax.jit
-def _statistics(x: jax.Array) -> dict[str, jax.Array]:
-    return {"latent_mean": jnp.mean(x), "latent_std": jnp.std(x)}
+def _statistics(x: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+    return jnp.mean(x), jnp.std(x), jnp.all(jnp.isfinite(x), axis=tuple(range(1, x.ndim)))
 
 
-def _image_statistics(latents: jax.Array) -> dict[str, float]:
-    """Mean and spread of the final latents: drift that a reward does not see."""
-    return {k: float(v) for k, v in _statistics(latents).items()}
+def _image_statistics(latents: jax.Array, pixels: dict[str, float]) -> tuple[dict[str, float], np.ndarray]:
+    """Mean and spread of the final latents beside those of the pixels, drift that a reward does not see; and which are finite [B]."""
+    mean, std, finite = _statistics(latents)
+    return {"latent_mean": float(mean), "latent_std": float(std)} | pixels, np.asarray(finite)
 
 
 # -------------------------------------------------------------------------------------------------------------- evaluation
@@ -388,8 +424,10 @@ def _make_evaluation(config: Config, policy: Policy, decode, scorers: dict[str, 
             images, _ = decode(policy.params, clean)
             folder.mkdir(exist_ok=True)
             shown = np.arange(min(SHOWN, count)) * each
-            Image.fromarray(np.concatenate(list(np.asarray(images)[shown]), axis=1)).save(folder / f"{done:06d}.png")
-            (folder / "prompts.json").write_text(json.dumps([prompts.texts[members[i]] for i in shown]))
+            buffer = io.BytesIO()
+            Image.fromarray(np.concatenate(list(np.asarray(images)[shown]), axis=1)).save(buffer, "PNG")
+            files.write(folder / f"{done:06d}.png", buffer.getvalue())
+            files.write(folder / "prompts.json", json.dumps([prompts.texts[members[i]] for i in shown]))
 
     return evaluate
 
@@ -440,4 +478,4 @@ def _write_manifest(config: Config, policy: Policy, tables: phases.Sampler) -> N
         "images_per_step": batch_size(config) * (len(tables.scheme) + 1),
         "credit": dataclasses.asdict(config.credit),
     }
-    (config.run.workdir / "manifest.json").write_text(json.dumps(manifest, indent=1))
+    files.write(config.run.workdir / "manifest.json", json.dumps(manifest, indent=1))

@@ -3,14 +3,16 @@
 import importlib.util
 import json
 import math
-import os
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+
+from densegrpo_jax.train import files
 
 MANY = 20  # training steps without a positive, or a negative, gain at a denoising step, after which the terminal warns
 
@@ -30,9 +32,7 @@ def plain(value: Any) -> Any:
 
 def append(path: Path, record: dict) -> None:
     """Adds one line, complete or not at all as far as a reader of whole lines is concerned."""
-    with path.open("a") as file:
-        file.write(json.dumps(plain(record)) + "\n")
-        file.flush()
+    files.append(path, json.dumps(plain(record)))
 
 
 def read(path: Path) -> list[dict]:
@@ -54,23 +54,29 @@ def rewind(path: Path, step: int) -> list[dict]:
     """Drops what a resumed run will write again: records of `step` and later. Returns what is kept."""
     kept = [record for record in read(path) if record["step"] < step]
     if path.exists():
-        scratch = path.with_suffix(".tmp")
-        scratch.write_text("".join(json.dumps(record) + "\n" for record in kept))
-        os.replace(scratch, path)
+        files.write(path, "".join(json.dumps(record) + "\n" for record in kept))
     return kept
 
 
-def boards(workdir: Path, wandb: bool) -> list[Callable[[dict], None]]:
-    """Writers of records: TensorBoard under workdir/tensorboard, and Weights & Biases if asked for.
+@contextmanager
+def boards(workdir: Path, wandb: bool, start: int = 0) -> Iterator[list[Callable[[dict], None]]]:
+    """Writers of records: TensorBoard under workdir/tensorboard, and Weights & Biases if asked for. Closed at the end.
+
+    Args:
+      workdir: of the run.
+      wandb: whether Weights & Biases is asked for.
+      start: the first step that will be written; TensorBoard then forgets what a killed run wrote from there on.
 
     Raises:
       ValueError: W&B was asked for and is not installed.
     """
     # Not SummaryWriter: it writes in a thread, which a full disk ends, and then its flush waits forever.
     from tensorboardX.event_file_writer import EventsWriter
-    from tensorboardX.proto.event_pb2 import Event
+    from tensorboardX.proto.event_pb2 import Event, SessionLog
     from tensorboardX.proto.summary_pb2 import Summary
 
+    if wandb and importlib.util.find_spec("wandb") is None:
+        raise ValueError("run.wandb is set, but wandb is not installed: pip install 'densegrpo_jax[wandb]'")
     (workdir / "tensorboard").mkdir(exist_ok=True)
     board = EventsWriter(str(workdir / "tensorboard" / "events"))
 
@@ -79,14 +85,22 @@ def boards(workdir: Path, wandb: bool) -> list[Callable[[dict], None]]:
         board.write_event(Event(wall_time=time.time(), step=record["step"], summary=Summary(value=values)))
         board.flush()
 
-    if not wandb:
-        return [to_tensorboard]
-    if importlib.util.find_spec("wandb") is None:
-        raise ValueError("run.wandb is set, but wandb is not installed: pip install 'densegrpo_jax[wandb]'")
-    import wandb as service
+    run = None
+    try:
+        if start:
+            board.write_event(Event(wall_time=time.time(), step=start, session_log=SessionLog(status=SessionLog.START)))
+        if not wandb:
+            yield [to_tensorboard]
+            return
+        import wandb as service
 
-    run = service.init(dir=str(workdir), name=workdir.name, resume="allow", id=workdir.name)
-    return [to_tensorboard, lambda record: run.log(_scalars(record), step=record["step"])]
+        run = service.init(dir=str(workdir), name=workdir.name, resume="allow", id=workdir.name)
+        yield [to_tensorboard, lambda record: run.log(_scalars(record), step=record["step"])]
+    finally:
+        if run is not None:
+            run.finish()
+        with suppress(OSError):  # on a full disk what is still held back cannot be written, which was said where it happened
+            board.close()
 
 
 def _scalars(record: dict) -> dict[str, float]:

@@ -250,12 +250,13 @@ def make_update(config: Config, policy: Policy) -> Callable:
 
 
 def make_recompute(config: Config, policy: Policy) -> Callable:
-    """(params, trained, batch, order) -> batch whose old velocities and noise come from the update's forward pass."""
+    """(params, trained, batch, order) -> batch whose old velocities and noise come from the update's forward pass, and the log-ratios
+    [T, B] of that pass to the rollout's: the drift between the two graphs."""
 
     @jax.jit
     def recompute(params, trained, batch: Batch, order):
         def one(carry, pairs):
-            velocity, noise = carry
+            velocity, noise, drift = carry
             t, b = pairs[:, 0], pairs[:, 1]
             trajectory = batch.trajectory
             x, cond = trajectory.latents[t, b], jax.tree.map(lambda leaf: leaf[batch.group_of[b]], batch.cond)
@@ -263,11 +264,13 @@ def make_recompute(config: Config, policy: Policy) -> Callable:
             kernel = jax.tree.map(lambda leaf: leaf[t], batch.kernel)
             std = kernel.std.reshape((-1,) + (1,) * (x.ndim - 1))
             e = (trajectory.latents[t + 1, b] - flow.transition_mean(kernel, x, v)) / std
-            return (velocity.at[t, b].set(v), noise.at[t, b].set(e)), None
+            log_r = flow.log_ratio(kernel, v, trajectory.velocity[t, b], trajectory.noise[t, b])
+            return (velocity.at[t, b].set(v), noise.at[t, b].set(e), drift.at[t, b].set(log_r)), None
 
-        carry = batch.trajectory.velocity, batch.trajectory.noise
-        (velocity, noise), _ = jax.lax.scan(one, carry, order)
-        return batch._replace(trajectory=batch.trajectory._replace(velocity=velocity, noise=noise))
+        velocity, noise = batch.trajectory.velocity, batch.trajectory.noise
+        carry = velocity, noise, jnp.zeros(velocity.shape[:2], jnp.float32)
+        (velocity, noise, drift), _ = jax.lax.scan(one, carry, order)
+        return batch._replace(trajectory=batch.trajectory._replace(velocity=velocity, noise=noise)), drift
 
     return recompute
 

@@ -2,7 +2,6 @@
 
 import dataclasses
 import json
-import os
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -11,6 +10,7 @@ import numpy as np
 import densegrpo_jax_configs
 from densegrpo_jax.config import Config
 from densegrpo_jax.flow import flow_scale
+from densegrpo_jax.train import files
 
 SAMPLERS = {"flow_sde": "multiplier", "psi_sde": "psi"}
 """Samplers that take a psi file, and which of its forms they read."""
@@ -104,9 +104,7 @@ def noise_level(source: Path, sampler: str, sigmas: np.ndarray, trained: np.ndar
 
 def write(path: Path, values: dict[str, Any]) -> None:
     """Writes a file, one entry a line, whole or not at all."""
-    scratch = path.with_suffix(".tmp")
-    scratch.write_text("{\n" + ",\n".join(f" {json.dumps(name)}: {json.dumps(value)}" for name, value in values.items()) + "\n}\n")
-    os.replace(scratch, path)
+    files.write(path, "{\n" + ",\n".join(f" {json.dumps(name)}: {json.dumps(value)}" for name, value in values.items()) + "\n}\n")
 
 
 def adopt(config: Config) -> Config:
@@ -126,5 +124,5 @@ def adopt(config: Config) -> Config:
             f"exploration.psi = {config.exploration.psi} has changed since this run began with {copy}; "
             "give another run.workdir, or the old file to continue it"
         )
-    copy.write_text(text)
+    files.write(copy, text)
     return dataclasses.replace(config, exploration=dataclasses.replace(config.exploration, psi=copy))

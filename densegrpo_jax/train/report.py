@@ -4,7 +4,6 @@ import base64
 import html
 import io
 import json
-import os
 from pathlib import Path
 
 import numpy as np
@@ -12,7 +11,7 @@ from PIL import Image
 
 from densegrpo_jax.config import reward_name
 from densegrpo_jax.rewards.health import alarms, paired_change
-from densegrpo_jax.train import metrics
+from densegrpo_jax.train import checkpoint, files, metrics
 
 INK, ACCENT, GOOD, BAD, SOFT = "#1f2933", "#3867d6", "#20bf6b", "#eb3b5a", "#cbd2d9"
 
@@ -41,7 +40,7 @@ def write(workdir: Path) -> Path:
     Returns:
       The file.
     """
-    steps, evaluations = metrics.read(workdir / "metrics.jsonl"), metrics.read(workdir / "evaluation.jsonl")
+    steps, evaluations = metrics.read(workdir / "metrics.jsonl"), comparable(workdir / "evaluation.jsonl")
     config, manifest = (json.loads((workdir / name).read_text()) for name in ("config.json", "manifest.json"))
     pair = compared(workdir)
     parts = [_head(steps, pair, config, manifest)]
@@ -51,14 +50,12 @@ def write(workdir: Path) -> Path:
         parts += [_section("Before and after", _pictures(workdir, evaluations))]
     if steps:
         parts += [_section("Reward", _rewards(steps, evaluations, config)), _section("Along the trajectory", _levels(steps))]
-        parts += [_section("Health", _health(steps))]
+        parts += [_section("Health", _health(steps, config) + _kept(workdir))]
     details = html.escape(json.dumps({"config": config, "manifest": manifest}, indent=1))
     parts.append(_section("Settings and versions", f"<pre>{details}</pre>"))
     page = f"<!doctype html><html lang=en><meta charset=utf-8><title>{html.escape(workdir.name)}</title><style>{STYLE}</style>"
-    path, scratch = workdir / "report.html", workdir / "report.tmp"
-    scratch.write_text(page + "<main>" + "".join(parts) + "</main></html>")
-    os.replace(scratch, path)
-    return path
+    files.write(workdir / "report.html", page + "<main>" + "".join(parts) + "</main></html>")
+    return workdir / "report.html"
 
 
 def paired_difference(before: dict, after: dict, name: str | None = None) -> tuple[float, float]:
@@ -77,10 +74,16 @@ def compared(workdir: Path) -> tuple[dict, dict] | None:
     """The base model and the newest weights on the same prompts and noise: the large comparison if there is one, else the latest
     evaluation; None while there are not two."""
     for name in ("final.jsonl", "evaluation.jsonl"):
-        records = metrics.read(workdir / name)
+        records = comparable(workdir / name)
         if len(records) > 1:
             return records[0], records[-1]
     return None
+
+
+def comparable(path: Path) -> list[dict]:
+    """Evaluations of the same prompts as the last one: what is evaluated may change while a run goes on."""
+    records = metrics.read(path)
+    return [record for record in records if record["prompt"] == records[-1]["prompt"]]
 
 
 def summary(before: dict, after: dict) -> str:
@@ -201,20 +204,55 @@ def _levels(steps) -> str:
     return _svg(figure) + f"<p class=note>Mean of the last {len(recent)} training steps.</p>"
 
 
-def _health(steps) -> str:
-    at = [s["step"] + 1 for s in steps]
-    figure, axes = _figure(4, 2.9)
-    before = np.array([[_number(v) for v in s["log_ratio_before"]["delta_log_prob_max"]] for s in steps])
-    axes[0].semilogy(at, np.maximum(np.nanmax(np.where(np.isfinite(before), before, 0.0), axis=1), 1e-12), color=ACCENT)
-    axes[0].set_title("|log-ratio| before the first update")
-    axes[1].plot(at, [s["clip"] for s in steps], color=ACCENT)
-    axes[1].set_title("clipped share")
-    axes[2].plot(at, [_number(s["last_update"]["grad_norm"]) for s in steps], color=ACCENT)
-    axes[2].set_title("gradient norm")
-    axes[3].plot(at, [s["images"]["latent_std"] for s in steps], color=ACCENT)
-    axes[3].set_title("std of the final latents")
-    masked = sum(s["masked"] for s in steps)
-    return _svg(figure) + f"<p class=note>{masked} scores failed and were masked in {len(steps)} steps.</p>"
+def _health(steps, config) -> str:
+    """What the update and the images look like; lines that should lie below another show that one dashed."""
+    at, clip_range = [s["step"] + 1 for s in steps], config["objective"]["clip_range"]
+    drift = [s.get("log_prob_drift", s["log_ratio_before"]) for s in steps]
+    curves = (
+        ("|log-ratio| before the first update", [_worst(s["log_ratio_before"]) for s in steps], clip_range),
+        ("rollout against update, |log-ratio|", [_worst(levels) for levels in drift], clip_range),
+        ("gradient RMS, and Adam's eps", [s["last_update"].get("grad_rms") for s in steps], config["optimizer"]["eps"]),
+        ("clipped share", [s["clip"] for s in steps], None),
+        ("ratio, smallest and largest", [[s["last_update"][f"ratio_{end}"] for end in ("min", "max")] for s in steps], None),
+        ("KL to the base", [s["last_update"]["kl"] for s in steps], None),
+        ("gradient norm", [s["last_update"]["grad_norm"] for s in steps], None),
+        ("adapter norm", [s["last_update"]["adapter_norm"] for s in steps], None),
+        ("groups with equal rewards", [s["equal_groups"] for s in steps], None),
+        ("brightness and contrast", [[s["images"].get(name) for name in ("brightness", "contrast")] for s in steps], None),
+        ("std of the final latents", [s["images"]["latent_std"] for s in steps], None),
+        ("not finite: updates left out", [_left_out(s) for s in steps], None),
+    )
+    figure, axes = _figure(len(curves), 2.6)
+    for axis, (title, values, bound) in zip(axes, curves):
+        values = np.array(values, np.float64)  # None becomes NaN
+        axis.plot(at, np.maximum(values, 1e-12) if bound else values, color=ACCENT)
+        if bound:
+            axis.set_yscale("log")
+            axis.axhline(bound, color=INK, lw=0.8, ls="--")
+        axis.set_title(title)
+    masked, bad = sum(s["masked"] for s in steps), _left_out(steps[-1])
+    note = f"{masked} scores failed and were masked, and {bad} updates were left out as not finite, in {len(steps)} steps."
+    return _svg(figure) + f"<p class=note>{note}</p>"
+
+
+def _worst(levels: dict) -> float:
+    """The largest over the trained steps, 0 where there is none."""
+    values = np.array(levels["delta_log_prob_max"], np.float64)
+    return float(values[np.isfinite(values)].max(initial=0.0))
+
+
+def _left_out(step: dict) -> int:
+    return step.get("nonfinite", {"total": 0})["total"]  # runs of before this was counted go on
+
+
+def _kept(workdir: Path) -> str:
+    path = workdir / checkpoint.RECORD
+    kept = json.loads(path.read_text()) if path.exists() else {"best": None, "kept": []}
+    if not kept["best"]:
+        return ""
+    step, listed = kept["best"]["step"], ", ".join(map(str, kept["kept"]))
+    note = f"Checkpoints kept: {listed}; step {step} had the highest held-out reward, a choice by its height that is no result of the run."
+    return f"<p class=note>{note}</p>"
 
 
 # --- drawing -----------------------------------------------------------------------------------------------------------

@@ -37,7 +37,11 @@ def init(config: Config, trained: dict) -> TrainState:
 
 
 def apply_gradients(config: Config, state: TrainState, grads: dict) -> tuple[TrainState, dict]:
-    """One optimiser update, and the EMA with decay min((1 + n) / (10 + n), d). A gradient that is not finite changes nothing."""
+    """One optimiser update, and the EMA with decay min((1 + n) / (10 + n), d). A gradient that is not finite changes nothing.
+
+    Returns:
+      The new state, and grad_norm before clipping, grad_rms of an entry after it (which Adam's eps should be well below), adapter_norm.
+    """
     norm = optax.tree.norm(grads)
     finite = jnp.isfinite(norm)
     updates, opt_state = optimizer(config).update(grads, state.opt_state, state.trained)
@@ -48,4 +52,6 @@ def apply_gradients(config: Config, state: TrainState, grads: dict) -> tuple[Tra
     new = TrainState(state.step, trained, opt_state, ema, state.updates + 1, state.skipped)
     kept = state._replace(skipped=state.skipped + 1)
     chosen = jax.tree.map(lambda a, b: jnp.where(finite, a, b), new, kept)
-    return chosen, {"grad_norm": norm, "adapter_norm": optax.tree.norm(chosen.trained)}
+    entries = sum(leaf.size for leaf in jax.tree.leaves(grads))
+    rms = jnp.minimum(norm, config.optimizer.max_grad_norm) / entries**0.5
+    return chosen, {"grad_norm": norm, "grad_rms": rms, "adapter_norm": optax.tree.norm(chosen.trained)}

@@ -56,13 +56,13 @@ def test_metrics_are_json_for_any_reader(tmp_path):
 def test_tensorboard_files_hold_each_number_of_a_step(tmp_path):
     from tensorboardX.proto.event_pb2 import Event
 
-    (write,) = metrics.boards(tmp_path, wandb=False)
-    write({"step": 3, "reward": 0.5, "gains": {"std": [1.0, None]}, "name": "x"})
+    with metrics.boards(tmp_path, wandb=False, start=3) as (write,):
+        write({"step": 3, "reward": 0.5, "gains": {"std": [1.0, None]}, "name": "x"})
     (path,) = (tmp_path / "tensorboard").iterdir()
     data, at, events = path.read_bytes(), 0, []
     while at < len(data):  # length, its checksum, the event, its checksum
         size = int.from_bytes(data[at : at + 8], "little")
         events.append(Event.FromString(data[at + 12 : at + 12 + size]))
         at += 16 + size
-    assert [e.step for e in events] == [0, 3]
-    assert {v.tag: v.simple_value for v in events[1].summary.value} == {"reward": 0.5, "gains/std/0": 1.0}
+    assert [e.step for e in events] == [0, 3, 3] and events[1].session_log.status == events[1].session_log.START  # forget step 3 and later
+    assert {v.tag: v.simple_value for v in events[2].summary.value} == {"reward": 0.5, "gains/std/0": 1.0}
