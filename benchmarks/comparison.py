@@ -35,7 +35,7 @@ ARMS = {  # arm -> variants of scenes_preference
     "dense_grpo, n = k": ("dense_grpo",),
     "dense_grpo, n = 3": ("dense_grpo", "n3"),
 }
-LEARNING_RATES = {name: 1e-3 for name in ARMS}
+LEARNING_RATES = {"flow_grpo": 5e-4, "dense_reward": 5e-4, "dense_grpo, n = k": 2e-3, "dense_grpo, n = 3": 4e-3}
 TUNED_OVER = (5e-4, 1e-3, 2e-3, 4e-3)
 TUNING_SEED = 100
 EVALUATED = (256, 6)  # held-out prompts, images of each: 1536
@@ -154,9 +154,9 @@ def train_all(args) -> None:
         raise SystemExit(f"no seconds a step of {', '.join(missing)} in {args.workdir}: run `{Path(__file__).name} time` first")
     for seed in args.seeds:
         for arm in args.arms:
-            longer = args.steps * max(seconds.values()) / seconds[arm]
-            steps = args.every * math.ceil(round(longer) / args.every)
-            config = configured(arm, seed, LEARNING_RATES[arm], steps, args.every, args.workdir / f"{name_of(arm)}-{seed}")
+            steps = math.ceil(args.steps * max(seconds.values()) / seconds[arm])
+            every = args.every * math.ceil(steps / args.every / 6)  # many steps need no more points in the figure
+            config = configured(arm, seed, LEARNING_RATES[arm], steps, every, args.workdir / f"{name_of(arm)}-{seed}")
             train(small(config, args.quick))
 
 
@@ -199,14 +199,14 @@ def main():
     parser.add_argument("what", choices=("tune", "time", "train", "show"))
     parser.add_argument("--arms", nargs="+", default=list(ARMS), choices=list(ARMS))
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
-    parser.add_argument("--steps", type=int, help="steps of the slowest arm; tune: of every arm (default 50; tune 30)")
-    parser.add_argument("--every", type=int, default=25, help="steps between evaluations")
+    parser.add_argument("--steps", type=int, help="steps of the slowest arm; tune: of every arm (default 40; tune 30)")
+    parser.add_argument("--every", type=int, default=20, help="steps between evaluations")
     parser.add_argument("--workdir", type=Path, default=Path("runs/comparison"))
     parser.add_argument("--json", type=Path)
     parser.add_argument("--picture", type=Path)
     parser.add_argument("--quick", action="store_true", help="two steps each, one seed, few images: does it run?")
     args = parser.parse_args()
-    args.steps = args.steps or (30 if args.what == "tune" else 50)
+    args.steps = args.steps or (30 if args.what == "tune" else 40)
     if args.quick:
         args.steps, args.every, args.seeds = 2, 1, args.seeds[:1]
     {"tune": tune, "time": time, "train": train_all, "show": show}[args.what](args)
