@@ -42,7 +42,7 @@ class Chip(NamedTuple):
 CHIPS = {
     chip.name: chip
     for chip in (
-        Chip("v4", "tpu", 30.75 * GIB, 2.75e14, 2.75e14, 1.2e12, 9e10, math.inf, 4, 3),
+        Chip("v4", "tpu", 30.5 * GIB, 2.75e14, 2.75e14, 1.2e12, 9e10, math.inf, 4, 3),
         Chip("v5e", "tpu", 15.75 * GIB, 1.97e14, 1.97e14, 8.2e11, 9e10, math.inf, 4, 2),
         Chip("v5p", "tpu", 95.74 * GIB, 4.59e14, 4.59e14, 2.8e12, 1.8e11, math.inf, 4, 3),
         Chip("v6e", "tpu", 31.25 * GIB, 9.20e14, 9.20e14, 1.6e12, 1.8e11, math.inf, 4, 2),

@@ -45,7 +45,7 @@ def main(command: Plan, name: str = "") -> int:
         raise ValueError(f"efficiency = {command.efficiency}: a part of the roofline's speed, above 0 and at most 1")
     where, recipe = topology(command.topology), recipes.read(command.config)
     settings = search.search(recipe, where) if command.search else search.configured(recipe, where, command.fsdp)
-    steps, needed = phases(recipe, settings, where), memory(recipe, settings, where.count)
+    steps, needed = phases(recipe, settings, where), memory(recipe, settings, where)
     print("\n".join([*_head(name, recipe, settings, where), "", *_phases(recipe, steps, needed, where), "", *_memory(needed, where)]))
     if not search.fits(needed, where):
         raise ValueError(f"{search.excess(recipe, settings, where)}. `--search` finds settings that fit, if there are any")
@@ -122,12 +122,23 @@ def _head(name: str, recipe: Recipe, settings: Settings, where: Topology) -> lis
         f"a step      {config.prompts.per_step} prompts x {config.prompts.group_size} = {r.trajectories} trajectories, "
         f"{r.price.evaluations} evaluations and {len(r.tables.scheme) + 1} images each, {r.trained_steps} steps trained",
         f"settings    fsdp {settings.fsdp}, attention {settings.attention}, remat {'on' if settings.remat else 'off'}",
-        f"            --sampling.chunk {settings.chunk} --sampling.decode-chunk {settings.decode_chunk} "
-        f"--optimizer.micro-batch {settings.micro_batch}",
+        f"            {flags(recipe, settings, where)}",
     ]
     if r.elsewhere:
         lines.append(f"not counted {', '.join(r.elsewhere)}: not scored on the chips, or of unknown size")
     return lines
+
+
+def flags(recipe: Recipe, settings: Settings, where: Topology) -> str:
+    """The settings as options of the trainer."""
+    words = (
+        f"--sampling.chunk {settings.chunk} --sampling.decode-chunk {settings.decode_chunk} --optimizer.micro-batch {settings.micro_batch}"
+    )
+    if settings.attention != search.attentions(recipe, where)[0]:
+        words += f" --model.attention {settings.attention}"
+    if settings.remat != recipe.config.optimizer.remat:
+        words += " --optimizer.remat" if settings.remat else " --optimizer.no-remat"
+    return words
 
 
 def table(header: tuple[str, ...], rows: list[tuple[str, ...]]) -> list[str]:

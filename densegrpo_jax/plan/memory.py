@@ -7,12 +7,13 @@ arrays [tokens, D] at the widest point of a block. Their numbers were fitted to 
 from typing import NamedTuple
 
 from densegrpo_jax.config import batch_size
-from densegrpo_jax.plan.chips import GIB
+from densegrpo_jax.plan.chips import GIB, Topology
 from densegrpo_jax.plan.recipe import Recipe
 from densegrpo_jax.plan.roofline import ENCODED_AT_ONCE, FLOAT32, Settings
 from densegrpo_jax.train.phases import recomputes
 
-FORWARD = 24  # arrays [tokens, D] alive at the peak of a block's forward pass
+TPU_LANES = 128  # a TPU's loops hold arrays with the last side padded to this; latents have few channels
+FORWARD = 36  # arrays [tokens, D] alive at the peak of a block's forward pass
 BACKWARD = 56  # and of its backward pass, with its recomputed activations
 LOGITS = 8  # bytes per attention logit, unfused
 LOGITS_BACKWARD = 12
@@ -44,9 +45,9 @@ class Memory(NamedTuple):
         return max(self.during, key=self.during.get)
 
 
-def memory(recipe: Recipe, settings: Settings, chips: int) -> Memory:
+def memory(recipe: Recipe, settings: Settings, where: Topology) -> Memory:
     """The memory of each chip; see the module."""
-    r, s, config = recipe, settings, recipe.config
+    r, s, config, chips = recipe, settings, recipe.config, where.count
     width, network, T = r.bytes_per_number, recipe.network, recipe.config.sampling.num_steps
     B, latent = batch_size(config) / chips, FLOAT32 * r.latent[0] * r.latent[1] * r.latent[2]
     tokens, branches, S = r.image_tokens + r.text_tokens, r.branches, r.text_tokens
@@ -70,15 +71,17 @@ def memory(recipe: Recipe, settings: Settings, chips: int) -> Memory:
     def network_rows(rows: float, copies: int, logits: int) -> float:
         return rows * branches * (copies * tokens * network.widest * width + (0 if s.fused else logits * network.largest_logits))
 
-    walk = chunk * (2 * (len(r.tables.scheme) + 2) + 3 * T) * latent
     tile = config.completion.tile or (len(r.tables.scheme) + 1)
-    sampled = chunk if r.elsewhere else B  # rewards on the host are scored chunk by chunk
+    sampled = chunk if r.elsewhere else B  # trajectories in one call of the program: rewards on the host are scored chunk by chunk
+    padded = max(TPU_LANES / r.latent[2], 1.0) if where.chip.kind == "tpu" else 1.0
+    walk = padded * latent * chunk * (2 * (len(r.tables.scheme) + 2) + 3 * T)
+    outputs = padded * trajectory * sampled / B + (trajectory if r.elsewhere else 0.0)  # pieces are joined at the end
     conditioning = (sampled + 2 * chunk * tile * branches) * text
     images = B * (len(r.tables.scheme) + 1) * 3 * height * breadth  # of a step, as bytes
     during = {
         "encode": max(ENCODED_AT_ONCE * FORWARD * config.model.max_sequence_length * p.widest * width for p in r.encoders.values())
         + gathered,
-        "rollout": network_rows(chunk * tile, FORWARD, LOGITS) + walk + trajectory + conditioning + gathered,
+        "rollout": network_rows(chunk * tile, FORWARD, LOGITS) + walk + outputs + conditioning + gathered,
         "decode": decoded * _decoder(r, height, breadth) + images,
     }
     if r.vision:

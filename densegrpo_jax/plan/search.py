@@ -9,6 +9,7 @@ from densegrpo_jax.plan.memory import SAFETY, Memory, gib, memory
 from densegrpo_jax.plan.recipe import Recipe
 from densegrpo_jax.plan.roofline import Settings, phases
 
+ENOUGH_ROWS = 4  # a chip has fewer at a time only where more do not fit: the roofline does not see that small products are slow
 ROWS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)  # per chip; beyond, arithmetic no longer gains from more
 
 
@@ -68,8 +69,8 @@ def fits(needed: Memory, topology: Topology) -> bool:
 
 
 def search(recipe: Recipe, topology: Topology) -> Settings:
-    """The settings with the shortest bound of a training step among those that fit. Sharding more, recomputing less or another attention
-    than "auto" has to gain two percent.
+    """The settings with the shortest bound of a training step among those that fit. More than ENOUGH_ROWS at a time must gain half a percent;
+    sharding more, recomputing less, or another attention than "auto" stands for, two.
 
     Raises:
       ValueError: nothing fits; says how many bytes the leanest settings are over, and what would help.
@@ -87,12 +88,18 @@ def search(recipe: Recipe, topology: Topology) -> Settings:
         for fsdp in divisors(n):
             for remat in (True, False):
                 chosen = Settings(fsdp=fsdp, remat=remat, attention=kind, **lean)
-                for field, sizes in pieces.items():  # each is about phases of its own
-                    larger = (chosen._replace(**{field: size}) for size in reversed(sizes))
-                    chosen = next((settings for settings in larger if fits(memory(recipe, settings, n), topology)), chosen)
-                if not fits(memory(recipe, chosen, n), topology):
+                if not fits(memory(recipe, chosen, topology), topology):
                     continue
-                seconds = sum(phase.seconds for phase in phases(recipe, chosen, topology))
+                for field, sizes in pieces.items():
+                    for size in (size for size in sizes if size <= ENOUGH_ROWS * n):
+                        larger = chosen._replace(**{field: size})
+                        chosen = larger if fits(memory(recipe, larger, topology), topology) else chosen
+                seconds = _bound(recipe, chosen, topology)
+                for field, sizes in pieces.items():  # each is about phases of its own
+                    for size in sizes:
+                        larger = chosen._replace(**{field: size})
+                        if fits(memory(recipe, larger, topology), topology) and _bound(recipe, larger, topology) < 0.995 * seconds:
+                            chosen, seconds = larger, _bound(recipe, larger, topology)
                 if best is None or seconds < 0.98 * best[0]:
                     best = seconds, chosen
     if best is None:
@@ -101,9 +108,13 @@ def search(recipe: Recipe, topology: Topology) -> Settings:
     return best[1]
 
 
+def _bound(recipe: Recipe, settings: Settings, topology: Topology) -> float:
+    return sum(phase.seconds for phase in phases(recipe, settings, topology))
+
+
 def excess(recipe: Recipe, settings: Settings, topology: Topology) -> str:
     """How many bytes are too many, in which phase, what they are, and what would help."""
-    needed, room = memory(recipe, settings, topology.count), SAFETY * topology.chip.hbm
+    needed, room = memory(recipe, settings, topology), SAFETY * topology.chip.hbm
     largest = sorted(needed.resident.items(), key=lambda item: -item[1])[:3]
     held = ", ".join(f"{name} {gib(number)}" for name, number in largest)
     phase, during, over = needed.fullest, needed.during[needed.fullest], needed.peak - room

@@ -14,7 +14,7 @@ FULL_SIZE = {  # config -> where it is meant to run; docs/launching.md names the
     "sd35_medium_pickscore": ("v5e:4x4", "v5p:2x2x1", "v6e:2x4", "v4:2x2x2", "h100:8", "h200:1", "a100-80:8"),
     "sd35_medium_geneval": ("v6e:4x4", "h100:8"),
     "sd35_medium_ocr": ("v6e:4x4", "h100:8"),
-    "sd35_medium_pickscore_1024": ("v6e:4x4", "v5p:2x2x2", "h200:8"),
+    "sd35_medium_pickscore_1024": ("v6e:8x8", "v5p:2x2x2", "h200:8"),
     "flux_dev_pickscore": ("v5p:2x2x2", "v6e:4x4", "h100:8", "h200:8"),
 }
 
@@ -33,7 +33,7 @@ def test_every_full_size_config_has_settings_that_fit_where_it_is_meant_to_run(n
     recipe = recipes.read(cli.load_config(name))
     for where in map(topology, FULL_SIZE[name]):
         chosen = search.search(recipe, where)
-        assert search.fits(memory.memory(recipe, chosen, where.count), where)
+        assert search.fits(memory.memory(recipe, chosen, where), where)
         assert all(getattr(chosen, field) % where.count == 0 for field in ("chunk", "micro_batch", "decode_chunk"))
         config = change(
             recipe.config, sampling={"chunk": chosen.chunk, "decode_chunk": chosen.decode_chunk},
@@ -67,7 +67,7 @@ def test_costs_fall_with_chips_and_rise_with_completions(pickscore):
 def test_sharing_weights_saves_their_memory_and_costs_links(pickscore):
     settings = search.search(pickscore, topology("h200:8"))
     alone, shared = settings._replace(fsdp=1), settings._replace(fsdp=8)
-    held = [memory.memory(pickscore, s, 8).resident for s in (alone, shared)]
+    held = [memory.memory(pickscore, s, topology("h200:8")).resident for s in (alone, shared)]
     assert held[0]["transformer"] == pytest.approx(2.47e9 * 2, rel=1e-3)
     assert held[1]["transformer"] * 8 == held[0]["transformer"] and held[1]["autoencoder"] == held[0]["autoencoder"]
     first, second = (bound(pickscore, s, "h200:8")["rollout"] for s in (alone, shared))
@@ -76,14 +76,17 @@ def test_sharing_weights_saves_their_memory_and_costs_links(pickscore):
 
 
 def test_memory_is_the_largest_phase_not_the_sum(pickscore):
-    needed = memory.memory(pickscore, search.search(pickscore, topology("v6e:2x4")), 8)
+    needed = memory.memory(pickscore, search.search(pickscore, topology("v6e:2x4")), topology("v6e:2x4"))
     assert needed.peak == sum(needed.resident.values()) + needed.during[needed.fullest]
     assert needed.peak < sum(needed.resident.values()) + sum(needed.during.values())
 
 
 def test_without_remat_and_without_fused_attention_more_is_needed(pickscore):
     lean = search.search(pickscore, topology("v6e:2x4"))._replace(attention="splash", remat=True)
-    peaks = [memory.memory(pickscore, s, 8).during["update"] for s in (lean, lean._replace(attention="xla"), lean._replace(remat=False))]
+    peaks = [
+        memory.memory(pickscore, s, topology("v6e:2x4")).during["update"]
+        for s in (lean, lean._replace(attention="xla"), lean._replace(remat=False))
+    ]
     assert peaks[0] < peaks[1] and 5 * peaks[0] < peaks[2]
 
 
@@ -100,11 +103,11 @@ def test_a_plan_is_printed_and_written(tmp_path, capsys):
 
 
 def test_what_does_not_fit_is_refused_with_the_bytes_and_a_remedy(capsys):
-    flags = ["--sampling.chunk", "48", "--optimizer.micro-batch", "16", "--sampling.decode-chunk", "16"]
+    flags = ["--sampling.chunk", "16", "--optimizer.micro-batch", "16", "--sampling.decode-chunk", "16"]
     assert cli.main(["plan", "sd35_medium_pickscore", "--topology", "v5e:4x4", *flags]) == 2
     error = capsys.readouterr().err
     assert "bytes too many on each chip" in error and "text encoders" in error and "raise fsdp above 1" in error
-    assert cli.main(["plan", "sd35_medium_pickscore", "--topology", "v5e:4x4", "--fsdp", "4", *flags]) == 0
+    assert cli.main(["plan", "sd35_medium_pickscore", "--topology", "v5e:4x4", "--fsdp", "8", *flags]) == 0
     assert cli.main(["plan", "flux_dev_pickscore", "--topology", "v5e:1x1", "--search"]) == 2
     assert "nothing fits v5e:1x1" in capsys.readouterr().err
 
@@ -131,14 +134,14 @@ def test_bad_input_is_refused_by_name(arguments, message, capsys):
 def test_a_folder_on_disk_is_planned_from_its_configs():
     recipe = recipes.read(cli.load_config("scenes_preference"))
     assert recipe.image_tokens == 16 and recipe.elsewhere == ("scenes_preference",)
-    assert memory.memory(recipe, search.search(recipe, topology("h200:1")), 1).peak < 8 * GIB
+    assert memory.memory(recipe, search.search(recipe, topology("h200:1")), topology("h200:1")).peak < 8 * GIB
 
 
 def test_full_fine_tuning_holds_four_copies_of_the_weights(pickscore):
     config = change(cli.load_config("sd35_medium_pickscore"), adapter={"rank": 0})
     full = recipes.read(config)
     settings = search.search(pickscore, topology("h200:8"))
-    trained = memory.memory(full, settings, 8).resident["trained weights, optimiser, average"]
+    trained = memory.memory(full, settings, topology("h200:8")).resident["trained weights, optimiser, average"]
     assert trained == pytest.approx(4 * 4 * 2.47e9, rel=1e-3)
     assert bound(full, settings, "h200:8")["update"].useful > bound(pickscore, settings, "h200:8")["update"].useful
 

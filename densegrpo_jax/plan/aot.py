@@ -1,0 +1,189 @@
+"""The phases compiled for a TPU slice that is not there: what the compiler says of memory and collectives (extra `tpu`: libtpu).
+
+The programs are those of training, `train.phases`, on shapes instead of arrays. One takes a minute or more of an idle core at full width;
+the number of layers hardly matters, as layers are scanned. GPUs have no such compiler without a device.
+"""
+
+import dataclasses
+import importlib.util
+import os
+import re
+import time
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from densegrpo_jax import flow
+from densegrpo_jax.config import Config, batch_size
+from densegrpo_jax.families import Conditioning, Configs
+from densegrpo_jax.plan.chips import Topology
+from densegrpo_jax.plan.recipe import Recipe, abstract_policy
+from densegrpo_jax.plan.roofline import Settings
+from densegrpo_jax.train import phases, state
+
+PROGRAMS = ("sample", "decode", "recompute", "update")
+KINDS = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "collective-permute")
+BYTES = {"pred": 1, "s8": 1, "u8": 1, "s16": 2, "u16": 2, "bf16": 2, "f16": 2, "s32": 4, "u32": 4, "f32": 4, "s64": 8, "u64": 8, "f64": 8}
+
+
+class Compiled(NamedTuple):
+    """What the compiler says of a program, for each chip.
+
+    Attributes:
+      name: one of PROGRAMS.
+      argument, temporary, output, peak: bytes; arguments and outputs lie in the memory too.
+      collectives: kind -> number of them in the program, and bytes of their results. What is inside a loop counts once.
+      seconds: that compiling took.
+    """
+
+    name: str
+    argument: int
+    temporary: int
+    output: int
+    peak: int
+    collectives: dict[str, tuple[int, int]]
+    seconds: float
+
+
+def available() -> bool:
+    """Whether libtpu is installed."""
+    return importlib.util.find_spec("libtpu") is not None
+
+
+def mesh(where: Topology, fsdp: int) -> jax.sharding.Mesh:
+    """Devices of a slice that is not there, as axes data and fsdp.
+
+    Raises:
+      ValueError: GPUs, no libtpu, or a shape that libtpu does not know.
+    """
+    if where.chip.kind != "tpu":
+        raise ValueError(f"{where.name}: programs can be compiled ahead for TPUs only")
+    if not available():
+        raise ValueError("libtpu is not installed; `pip install densegrpo_jax[tpu]` brings it, and needs no TPU")
+    from jax.experimental import topologies
+
+    os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")  # else libtpu asks Google Cloud which machine this is
+    try:
+        devices = topologies.get_topology_desc(platform="tpu", topology_name=where.name).devices
+    except Exception as error:  # libtpu's own kind
+        raise ValueError(f"{where.name}: libtpu has no such slice ({str(error).splitlines()[0]})") from error
+    grid = np.array(devices[: where.count]).reshape(-1, fsdp)
+    return jax.sharding.Mesh(grid, ("data", "fsdp"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+
+
+def with_layers(configs: Configs, layers: int) -> Configs:
+    """The same model with fewer layers of each kind (tests)."""
+    transformer = configs.transformer
+    if hasattr(transformer, "num_single_layers"):
+        return configs._replace(transformer=dataclasses.replace(transformer, num_layers=layers, num_single_layers=layers))
+    dual = tuple(i for i in transformer.dual_attention_layers if i < layers - 1)
+    return configs._replace(transformer=dataclasses.replace(transformer, num_layers=layers, dual_attention_layers=dual))
+
+
+def compile_phase(name: str, recipe: Recipe, settings: Settings, where: Topology) -> Compiled:
+    """Compiles one phase.
+
+    Args:
+      name: one of PROGRAMS.
+      recipe: of the config.
+      settings: chunks, attention and remat, which replace the config's; weights are shared over `fsdp` chips.
+      where: TPU slice.
+
+    Raises:
+      ValueError: an unknown name, no libtpu, or a program that does not fit, with the compiler's words.
+    """
+    if name not in PROGRAMS:
+        raise ValueError(f"program {name!r}: choose one of {', '.join(PROGRAMS)}")
+    devices = mesh(where, settings.fsdp)
+    program, arguments = build(name, recipe, settings, devices)
+    with jax.set_mesh(devices):  # only now: nothing can be computed on these devices
+        began = time.perf_counter()
+        try:
+            compiled = program.lower(*arguments).compile()
+        except jax.errors.JaxRuntimeError as error:
+            raise ValueError(f"{name} on {where.name}: {str(error).strip().splitlines()[0]}") from error
+        seconds = time.perf_counter() - began
+    found = compiled.memory_analysis()
+    sizes = found.argument_size_in_bytes, found.temp_size_in_bytes, found.output_size_in_bytes, found.peak_memory_in_bytes
+    return Compiled(name, *sizes, collectives(compiled.as_text()), seconds)
+
+
+def build(name: str, recipe: Recipe, settings: Settings, devices: jax.sharding.Mesh) -> tuple[Callable, tuple]:
+    """A phase's jitted function with the shapes and shardings of its arguments."""
+    config, policy = _settled(recipe, settings)
+    shard = jax.sharding.NamedSharding
+    everywhere = shard(devices, jax.P())
+    rows, P = ("data", "fsdp"), config.prompts.per_step
+    B, T = batch_size(config), config.sampling.num_steps
+
+    def array(shape, *spec, dtype=jnp.float32):
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=shard(devices, jax.P(*spec)))
+
+    def spread(leaf):  # over fsdp: the longest side that is not the stack of layers
+        sides = [(n, i) for i, n in enumerate(leaf.shape) if n % settings.fsdp == 0 and not (i == 0 and leaf.ndim > 2)]
+        spec = [None] * leaf.ndim
+        if settings.fsdp > 1 and sides and leaf.ndim > 1:
+            spec[max(sides)[1]] = "fsdp"
+        return array(leaf.shape, *spec, dtype=leaf.dtype)
+
+    def replicated(tree):
+        return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=everywhere), tree)
+
+    params = {"network": jax.tree.map(spread, policy.params["network"]), "decoder": replicated(policy.params["decoder"])}
+    transformer, dtype = recipe.configs.transformer, jnp.dtype(config.model.dtype)
+
+    def text(count):
+        context = array((count, recipe.text_tokens, transformer.joint_attention_dim), dtype=dtype)
+        return Conditioning(context, array((count, transformer.pooled_projection_dim), dtype=dtype))
+
+    uncond = text(1) if config.sampling.guidance_scale != 1.0 else None
+    trained = replicated(policy.start())
+    integer = array((), dtype=jnp.int32)
+    if name == "sample":
+        count = settings.chunk if recipe.elsewhere else B  # rewards on the host take a chunk at a time
+        ids = array((count,), rows, dtype=jnp.int32)
+        return phases.make_sample(config, policy, recipe.tables), (params, trained, text(P), uncond, integer, ids, ids)
+    if name == "decode":
+        return phases.make_decode(config, policy), (params, array((recipe.images, *recipe.latent), rows))
+
+    def per_step(count):
+        return array((count, B, *recipe.latent), None, rows)
+
+    scalars = array((T, B), None, rows)
+    trajectory = flow.Trajectory(per_step(T + 1), per_step(T), per_step(T), array((T + 1,)), scalars)
+    kernel = jax.tree.map(lambda leaf: array(leaf.shape), recipe.tables.kernel)
+    batch = phases.Batch(trajectory, kernel, scalars, scalars, text(P), uncond, array((B,), rows, dtype=jnp.int32))
+    pairs = B * recipe.trained_steps
+    if name == "recompute":
+        order = array((pairs // settings.micro_batch, settings.micro_batch, 2), None, rows, dtype=jnp.int32)
+        return phases.make_recompute(config, policy), (params, trained, batch, order)
+    share = pairs // config.optimizer.updates
+    order = array((share // settings.micro_batch, settings.micro_batch, 2), None, rows, dtype=jnp.int32)
+    start = replicated(jax.eval_shape(lambda: state.init(config, jax.tree.map(jnp.zeros_like, policy.start()))))
+    return phases.make_update(config, policy), (start, params, batch, order, array((), dtype=bool))
+
+
+def _settled(recipe: Recipe, settings: Settings) -> tuple[Config, Any]:
+    """The config with the settings in it, and its abstract policy."""
+    c = recipe.config
+    config = dataclasses.replace(
+        c,
+        model=dataclasses.replace(c.model, attention=settings.attention),
+        sampling=dataclasses.replace(c.sampling, chunk=settings.chunk, decode_chunk=settings.decode_chunk),
+        optimizer=dataclasses.replace(c.optimizer, micro_batch=settings.micro_batch, remat=settings.remat),
+    )
+    return config, abstract_policy(config, recipe.configs, recipe.latent)
+
+
+def collectives(program: str) -> dict[str, tuple[int, int]]:
+    """Collectives in the text of a compiled program: kind -> number and bytes of results."""
+    found: dict[str, tuple[int, int]] = {}
+    for result, kind in re.findall(rf"= (\(?[^=]*?) ({'|'.join(KINDS)})(?:-start)?\(", program):
+        number, size = found.get(kind, (0, 0))
+        arrays = re.findall(r"\b([a-z]+\d*)\[([\d,]*)\]", result)
+        size += sum(BYTES.get(dtype, 4) * int(np.prod([int(n) for n in sides.split(",") if n] or [1])) for dtype, sides in arrays)
+        found[kind] = number + 1, size
+    return found
