@@ -35,7 +35,7 @@ ARMS = {  # arm -> variants of scenes_preference
     "dense_grpo, n = k": ("dense_grpo",),
     "dense_grpo, n = 3": ("dense_grpo", "n3"),
 }
-LEARNING_RATES = {"flow_grpo": 5e-4, "dense_reward": 5e-4, "dense_grpo, n = k": 2e-3, "dense_grpo, n = 3": 4e-3}
+LEARNING_RATES = {"flow_grpo": 1e-3, "dense_reward": 5e-4, "dense_grpo, n = k": 2e-3, "dense_grpo, n = 3": 4e-3}
 TUNED_OVER = (5e-4, 1e-3, 2e-3, 4e-3)
 TUNING_SEED = 100
 EVALUATED = (256, 6)  # held-out prompts, images of each: 1536
