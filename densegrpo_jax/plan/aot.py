@@ -61,6 +61,8 @@ def mesh(where: Topology, fsdp: int) -> jax.sharding.Mesh:
     """
     if where.chip.kind != "tpu":
         raise ValueError(f"{where.name}: programs can be compiled ahead for TPUs only")
+    if where.chip.name == "v4":
+        raise ValueError(f"{where.name}: libtpu compiles for the two cores a chip has there, which run as one; compile for another chip")
     if not available():
         raise ValueError("libtpu is not installed; `pip install densegrpo_jax[tpu]` brings it, and needs no TPU")
     from jax.experimental import topologies

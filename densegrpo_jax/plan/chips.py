@@ -66,6 +66,11 @@ class Topology(NamedTuple):
         return f"{self.chip.name}:{self.shape}"
 
     @property
+    def hosts(self) -> int:
+        """Processes of a run."""
+        return -(-self.count // self.chip.per_host)
+
+    @property
     def link(self) -> float:
         """Bytes/s that a chip receives in a collective over all chips: the slower of link and network, where there is a network."""
         return self.chip.link if self.count <= self.chip.per_host else min(self.chip.link, self.chip.network)

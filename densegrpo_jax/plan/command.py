@@ -134,6 +134,8 @@ def flags(recipe: Recipe, settings: Settings, where: Topology) -> str:
     words = (
         f"--sampling.chunk {settings.chunk} --sampling.decode-chunk {settings.decode_chunk} --optimizer.micro-batch {settings.micro_batch}"
     )
+    if settings.fsdp > 1:
+        words = f"--parallel.fsdp {settings.fsdp} {words}"
     if settings.attention != search.attentions(recipe, where)[0]:
         words += f" --model.attention {settings.attention}"
     if settings.remat != recipe.config.optimizer.remat:

@@ -9,7 +9,7 @@ from typing import NamedTuple
 from densegrpo_jax.config import batch_size
 from densegrpo_jax.plan.chips import GIB, Topology
 from densegrpo_jax.plan.recipe import Recipe
-from densegrpo_jax.plan.roofline import ENCODED_AT_ONCE, FLOAT32, Settings
+from densegrpo_jax.plan.roofline import ENCODED_AT_ONCE, FLOAT32, SCORED_AT_ONCE, Settings
 from densegrpo_jax.train.phases import recomputes
 
 TPU_LANES = 128  # a TPU's loops hold arrays with the last side padded to this; latents have few channels
@@ -20,7 +20,6 @@ LOGITS_BACKWARD = 12
 SAVED = 2  # without remat: of every activation that goes in or out of a layer, kept for the backward pass
 SAVED_LOGITS = 6  # bytes per logit, unfused
 DECODED = 5  # full-size feature maps alive in the decoder
-SCORED_AT_ONCE = 32  # images; see rewards.clip
 SAFETY = 0.95  # of the memory; the rest is for programs and fragmentation
 
 
@@ -87,7 +86,7 @@ def memory(recipe: Recipe, settings: Settings, where: Topology) -> Memory:
     if r.vision:
         patches = FORWARD * 257 * r.vision.widest * FLOAT32 + LOGITS * r.vision.largest_logits
         pixels = 4 * 3 * height * breadth * FLOAT32
-        during["reward"] = SCORED_AT_ONCE / min(chips, SCORED_AT_ONCE) * (patches + pixels) + images
+        during["reward"] = SCORED_AT_ONCE / min(chips, where.chip.per_host) * (patches + pixels) + images
     trained = FLOAT32 * r.adapter
     rows = micro * branches
     if recomputes(config):

@@ -14,7 +14,8 @@ from densegrpo_jax.train.phases import recomputes
 SPLASH_BLOCK = 512  # tokens; sequences are padded to whole blocks, see models/attention.py
 LOGIT_BYTES = 12  # unfused attention: logits written and read in float32, weights in bfloat16
 LOGIT_BYTES_BACKWARD = 20  # and their derivatives
-ENCODED_AT_ONCE = 8  # prompts; see pipeline.encode_prompts
+ENCODED_AT_ONCE = 8  # prompts of a process; see pipeline.encode_prompts
+SCORED_AT_ONCE = 32  # images of a process; see rewards.clip
 FLOAT32 = 4
 
 
@@ -104,11 +105,12 @@ def phases(recipe: Recipe, settings: Settings, topology: Topology) -> list[Phase
             calls * weights * shared,
         )  # fmt: skip
 
-    # --- encode, sample, complete
-    rows = config.prompts.per_step
-    encode = sum(p.flops for p in r.encoders.values()) * rows
-    moved = sum(touched(p, rows, width) + -(-rows // ENCODED_AT_ONCE) * p.weights * width * (1 + shared) for p in r.encoders.values())
-    gathered = sum(p.weights for p in r.encoders.values()) * width * shared * -(-rows // ENCODED_AT_ONCE)
+    # --- encode (each process its own prompts), sample, complete
+    texts = config.prompts.per_step
+    encode = sum(p.flops for p in r.encoders.values()) * texts
+    calls = -(-texts // (ENCODED_AT_ONCE * topology.hosts))
+    moved = sum(touched(p, texts, width) + calls * p.weights * width * (1 + shared) for p in r.encoders.values())
+    gathered = sum(p.weights for p in r.encoders.values()) * width * shared * calls
     result = [phase("encode", 0.0, encode, encode, moved, gathered)]
     chunks, more = B / s.chunk, r.price.evaluations - T
     result.append(forward("rollout", T, T, chunks * T, B))
@@ -122,7 +124,7 @@ def phases(recipe: Recipe, settings: Settings, topology: Topology) -> list[Phase
     result.append(phase("decode", 0.0, images * side.flops, images * side.flops, moved, speed=chip.peak_float32))
     if r.vision:
         work = images * r.vision.flops
-        moved = touched(r.vision, images, FLOAT32) + images / 32 * r.vision.weights * FLOAT32
+        moved = touched(r.vision, images, FLOAT32) + images / topology.hosts / SCORED_AT_ONCE * r.vision.weights * FLOAT32
         result.append(phase("reward", 0.0, work, work, moved, speed=chip.peak_float32))
 
     # --- update

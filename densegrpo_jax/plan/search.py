@@ -69,8 +69,8 @@ def fits(needed: Memory, topology: Topology) -> bool:
 
 
 def search(recipe: Recipe, topology: Topology) -> Settings:
-    """The settings with the shortest bound of a training step among those that fit. More than ENOUGH_ROWS at a time must gain half a percent;
-    sharding more, recomputing less, or another attention than "auto" stands for, two.
+    """The settings with the shortest bound of a training step among those that fit. More rows at a time than ENOUGH_ROWS must gain half a
+    percent; sharding more, recomputing less, or another attention than "auto" stands for, two.
 
     Raises:
       ValueError: nothing fits; says how many bytes the leanest settings are over, and what would help.

@@ -1,6 +1,8 @@
 """Plans: what fits, what is refused and why, how costs move with what is planned."""
 
 import json
+import re
+from pathlib import Path
 
 import pytest
 
@@ -56,8 +58,9 @@ def test_the_paper_s_evaluations_and_images(pickscore):
 
 def test_costs_fall_with_chips_and_rise_with_completions(pickscore):
     settings = search.search(pickscore, topology("v6e:2x4"))
-    seconds = {name: sum(p.seconds for p in bound(pickscore, settings, name).values()) for name in ("v6e:2x4", "v6e:4x4")}
-    assert seconds["v6e:2x4"] == pytest.approx(2 * seconds["v6e:4x4"], rel=0.05)
+    double = settings._replace(chunk=2 * settings.chunk, micro_batch=2 * settings.micro_batch, decode_chunk=2 * settings.decode_chunk)
+    first, second = (sum(p.seconds for p in bound(pickscore, *given).values()) for given in ((settings, "v6e:2x4"), (double, "v6e:4x4")))
+    assert first == pytest.approx(2 * second, rel=0.01)
     rows = command.completions(pickscore, topology("v6e:2x4"), settings, 0.4)
     assert [row["evaluations"] for row in rows] == [10, 10, 19, 27, 55]
     hours = [row["chip_hours_per_20_steps"] for row in rows]
@@ -150,3 +153,17 @@ def test_topologies():
     assert topology("v5p:2x2x2").count == 8 and topology("v5e:4x4").name == "v5e:4x4"
     assert topology("h100:16").link == CHIPS["h100"].network < topology("h100:8").link
     assert all(chip.peak >= chip.peak_float32 > 0 for chip in CHIPS.values())
+
+
+def test_the_guide_names_the_places_that_are_tested_and_commands_that_work(capsys):
+    guide = (Path(__file__).parents[2] / "docs/launching.md").read_text()
+    named = {}
+    for row in re.findall(r"^\| `sd35.*|^\| `flux.*", guide, re.M):
+        configs, places = ([word for word in re.findall(r"`([^`]+)`", cell)] for cell in row.strip("|").split("|")[:2])
+        named |= {config: tuple(places) for config in configs}
+    assert named == FULL_SIZE
+    commands = re.findall(r"^densegrpo (plan .*?)(?: --json .*)?$", guide, re.M)
+    assert len(commands) >= 2
+    for line in commands:
+        assert cli.main(line.split()) == 0
+        assert "chip-hours" in capsys.readouterr().out

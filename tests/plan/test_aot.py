@@ -1,0 +1,60 @@
+"""Programs compiled for a TPU slice that is not there. Skipped where libtpu (extra `tpu`) is not installed."""
+
+import pytest
+
+from densegrpo_jax import cli
+from densegrpo_jax.plan import aot, published, search
+from densegrpo_jax.plan import recipe as recipes
+from densegrpo_jax.plan.chips import topology
+from densegrpo_jax_configs.variants import change
+
+needs_libtpu = pytest.mark.skipif(not aot.available(), reason="libtpu is not installed (extra tpu)")
+
+
+def small(name="scenes_preference"):
+    config = change(cli.load_config(name), prompts={"per_step": 4, "group_size": 4}, sampling={"chunk": None}, model={"dtype": "bfloat16"})
+    recipe = recipes.read(config)
+    return recipe._replace(configs=aot.with_layers(recipe.configs, 2))
+
+
+def test_fewer_layers_keep_the_kinds_of_layers():
+    medium, flux = (
+        aot.with_layers(published.MODELS[name], 2).transformer
+        for name in ("stabilityai/stable-diffusion-3.5-medium", "black-forest-labs/FLUX.1-dev")
+    )
+    assert (medium.num_layers, medium.dual_attention_layers, medium.width) == (2, (0,), 1536)
+    assert (flux.num_layers, flux.num_single_layers) == (2, 2)
+
+
+def test_collectives_are_read_from_a_program():
+    text = """
+      %x = f32[8,128]{1,0:T(8,128)} all-reduce(f32[8,128]{1,0} %a), channel_id=1
+      %y = (bf16[4,2]{1,0}, bf16[16,2]{1,0}) all-gather-start(bf16[4,2] %b), dimensions={0}
+      %z = f32[2]{0} add(f32[2] %c, f32[2] %d)
+      %w = f32[]{:T(128)} all-reduce(f32[] %a), channel_id=2
+    """
+    assert aot.collectives(text) == {"all-reduce": (2, 8 * 128 * 4 + 4), "all-gather": (1, (4 + 16) * 2 * 2)}
+
+
+def test_what_cannot_be_compiled_ahead_is_refused(monkeypatch):
+    recipe = small()
+    settings = search.search(recipe, topology("v5e:2x2"))
+    with pytest.raises(ValueError, match="choose one of sample, decode"):
+        aot.compile_phase("dream", recipe, settings, topology("v5e:2x2"))
+    for name in ("h100:8", "v4:2x2x1"):
+        with pytest.raises(ValueError, match=r"compiled ahead|two cores a chip"):
+            aot.compile_phase("update", recipe, settings, topology(name))
+    monkeypatch.setattr(aot, "available", lambda: False)
+    with pytest.raises(ValueError, match=r"pip install densegrpo_jax\[tpu\]"):
+        aot.compile_phase("update", recipe, settings, topology("v5e:2x2"))
+
+
+@needs_libtpu
+@pytest.mark.parametrize("fsdp", [1, 4])
+def test_a_phase_compiles_for_a_slice_and_gathers_weights_only_where_they_are_shared(fsdp):
+    recipe, where = small(), topology("v5e:2x2")
+    settings = search.search(recipe, where)._replace(fsdp=fsdp, attention="xla")
+    found = aot.compile_phase("recompute", recipe, settings, where)
+    assert 0 < found.argument < found.peak < where.chip.hbm and found.seconds > 0
+    gathered = found.collectives.get("all-gather", (0, 0))[1]
+    assert (gathered > 300_000) == (fsdp > 1)  # rows of trajectories are gathered in any case, which is little
