@@ -55,6 +55,6 @@ def writable(folder: Path, field: str) -> None:
     try:
         folder.mkdir(parents=True, exist_ok=True)
         probe.write_bytes(b"")
-        probe.unlink()
+        probe.unlink(missing_ok=True)  # another process of the run tries at the same time
     except OSError as error:
         raise OSError(f"{field} = {folder}: cannot be written to ({error.strerror}); name a folder that can be, with --{field}") from error

@@ -84,7 +84,8 @@ def _run(
     # ---------------------------------------------------------------------------------------------------- state, or resume
     workdir = config.run.workdir
     files.writable(workdir, "run.workdir")
-    opened.enter_context(lock.held(workdir))
+    if checkpoint.primary():  # of several processes of one run
+        opened.enter_context(lock.held(workdir))
     checkpoint.settle_config(config)
     config = psi.adopt(config)
     opened.enter_context(cache.under(workdir if config.run.compilation_cache else None))
