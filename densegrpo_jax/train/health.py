@@ -66,11 +66,11 @@ def complaints(record: Mapping[str, Any], first: Mapping[str, Any], config: Conf
         )
     if record["equal_groups"] >= EQUAL:
         said["reward", "equal"] = f"in {record['equal_groups']:.0%} of the groups all rewards are equal, which teaches nothing"
-    if record["clip"] > CLIPPED:
+    if (record["clip"] or 0.0) > CLIPPED:
         said["update", "clip"] = f"{record['clip']:.0%} of the pairs are clipped; lower optimizer.learning_rate or optimizer.updates"
-    last = record["last_update"]
-    if 0.0 < last["grad_rms"] < config.optimizer.eps:
-        said["update", "eps"] = f"the gradient's RMS {last['grad_rms']:.1e} is below optimizer.eps = {config.optimizer.eps:g}; lower it"
+    rms = record["last_update"]["grad_rms"] or 0.0  # None where it is not finite
+    if 0.0 < rms < config.optimizer.eps:
+        said["update", "eps"] = f"the gradient's RMS {rms:.1e} is below optimizer.eps = {config.optimizer.eps:g}; lower it"
     now, then = record["images"], first["images"]
     for name in ("contrast", "latent_std"):
         if then[name] and now[name] and not 1 / AWAY < now[name] / then[name] < AWAY:

@@ -39,6 +39,7 @@ def step(**changes):
         ({"clip": 0.6}, "60% of the pairs are clipped"),
         ({"last_update": {"grad_rms": 1e-9}}, "RMS 1.0e-09 is below optimizer.eps = 1e-08"),
         ({"last_update": {"grad_rms": 0.0}}, None),  # nothing was to be learned, which has its own line
+        ({"last_update": {"grad_rms": None}}, None),  # not finite, which has its own line
         ({"images": {"contrast": 0.09}}, "contrast of the images is 0.09, 0.2 at the first step"),
         ({"images": {"latent_std": 2.5}}, "latent std of the images is 2.5, 1 at the first step"),
         ({"images": {"brightness": 0.8}}, "brightness of the images is 0.80, 0.50 at the first step"),
