@@ -110,6 +110,7 @@ def plans(rows: list[dict]) -> list[str]:
             str(s["decode_chunk"]),
             s["attention"],
             "on" if s["remat"] else "off",
+            s["encoders"],
         )
         memory_cell = f"{row['peak_gib']:.1f} / {row['usable_gib']:.1f}"
         costs = f"{row['seconds_per_step']:.0f}", f"{row['images_per_chip_second']:.2f}", f"{row['chip_hours']:,.0f}"

@@ -121,7 +121,8 @@ def _head(name: str, recipe: Recipe, settings: Settings, where: Topology) -> lis
         f"pass{'es' * (r.branches > 1)} an evaluation",
         f"a step      {config.prompts.per_step} prompts x {config.prompts.group_size} = {r.trajectories} trajectories, "
         f"{r.price.evaluations} evaluations and {len(r.tables.scheme) + 1} images each, {r.trained_steps} steps trained",
-        f"settings    fsdp {settings.fsdp}, attention {settings.attention}, remat {'on' if settings.remat else 'off'}",
+        f"settings    fsdp {settings.fsdp}, attention {settings.attention}, remat {'on' if settings.remat else 'off'}, "
+        f"text encoders on the {settings.encoders}",
         f"            {flags(recipe, settings, where)}",
     ]
     if r.elsewhere:
@@ -136,6 +137,8 @@ def flags(recipe: Recipe, settings: Settings, where: Topology) -> str:
     )
     if settings.fsdp > 1:
         words = f"--parallel.fsdp {settings.fsdp} {words}"
+    if settings.encoders != "device":
+        words = f"--parallel.encoders {settings.encoders} {words}"
     if settings.attention != search.attentions(recipe, where)[0]:
         words += f" --model.attention {settings.attention}"
     if settings.remat != recipe.config.optimizer.remat:

@@ -14,10 +14,10 @@ from densegrpo_jax.train.phases import recomputes
 
 TPU_LANES = 128  # a TPU's loops hold arrays with the last side padded to this; latents have few channels
 FORWARD = 36  # arrays [tokens, D] alive at the peak of a block's forward pass
-BACKWARD = 56  # and of its backward pass, with its recomputed activations
+BACKWARD = 80  # and of its backward pass, with its recomputed activations
 LOGITS = 8  # bytes per attention logit, unfused
 LOGITS_BACKWARD = 12
-SAVED = 2  # without remat: of every activation that goes in or out of a layer, kept for the backward pass
+SAVED = 3  # without remat: of every activation that goes in or out of a layer, kept for the backward pass
 SAVED_LOGITS = 6  # bytes per logit, unfused
 DECODED = 5  # full-size feature maps alive in the decoder
 SAFETY = 0.95  # of the memory; the rest is for programs and fragmentation
@@ -50,12 +50,13 @@ def memory(recipe: Recipe, settings: Settings, where: Topology) -> Memory:
     width, network, T = r.bytes_per_number, recipe.network, recipe.config.sampling.num_steps
     B, latent = batch_size(config) / chips, FLOAT32 * r.latent[0] * r.latent[1] * r.latent[2]
     tokens, branches, S = r.image_tokens + r.text_tokens, r.branches, r.text_tokens
-    encoders = sum(p.weights for p in r.encoders.values())
+    encoders = sum(p.weights for p in r.encoders.values()) * width / s.fsdp
+    waiting = s.encoders == "host"
     text = S * r.configs.transformer.joint_attention_dim * width  # of one prompt
     trajectory = B * latent * (3 * T + 1 + len(r.tables.scheme) + 1)
     resident = {
         "transformer": network.weights * width / s.fsdp,
-        "text encoders": encoders * width / s.fsdp,
+        "text encoders": 0.0 if waiting else encoders,
         "autoencoder": r.autoencoder * FLOAT32,
         "scorers": r.scorers * FLOAT32,
         "trained weights, optimiser, average": 4 * FLOAT32 * r.adapter,
@@ -79,7 +80,8 @@ def memory(recipe: Recipe, settings: Settings, where: Topology) -> Memory:
     images = B * (len(r.tables.scheme) + 1) * 3 * height * breadth  # of a step, as bytes
     during = {
         "encode": max(ENCODED_AT_ONCE * FORWARD * config.model.max_sequence_length * p.widest * width for p in r.encoders.values())
-        + gathered,
+        + gathered
+        + waiting * encoders,
         "rollout": network_rows(chunk * tile, FORWARD, LOGITS) + walk + outputs + conditioning + gathered,
         "decode": decoded * _decoder(r, height, breadth) + images,
     }

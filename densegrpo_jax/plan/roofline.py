@@ -29,6 +29,7 @@ class Settings(NamedTuple):
       decode_chunk: images decoded at a time, over all chips.
       remat: recompute activations per block in the backward pass.
       attention: "xla", "splash" or "cudnn".
+      encoders: where the text encoders wait until they are needed, "device" or "host".
     """
 
     fsdp: int
@@ -37,6 +38,7 @@ class Settings(NamedTuple):
     decode_chunk: int
     remat: bool
     attention: str
+    encoders: str = "device"
 
     @property
     def fused(self) -> bool:

@@ -1,5 +1,7 @@
 """Settings of a config on a topology: as configured, or the fastest that fit."""
 
+from itertools import product
+
 import jax.numpy as jnp
 
 from densegrpo_jax.config import Config, batch_size, check, micro_batch
@@ -84,28 +86,34 @@ def search(recipe: Recipe, topology: Topology) -> Settings:
             raise ValueError(f"the {whole} {name} cannot be spread evenly over the {n} chips of {topology.name}; change prompts.per_step")
     lean = {field: sizes[0] for field, sizes in pieces.items()}
     best: tuple[float, Settings] | None = None
-    for kind in attentions(recipe, topology):
-        for fsdp in divisors(n):
-            for remat in (True, False):
-                chosen = Settings(fsdp=fsdp, remat=remat, attention=kind, **lean)
-                if not fits(memory(recipe, chosen, topology), topology):
-                    continue
-                for field, sizes in pieces.items():
-                    for size in (size for size in sizes if size <= ENOUGH_ROWS * n):
-                        larger = chosen._replace(**{field: size})
-                        chosen = larger if fits(memory(recipe, larger, topology), topology) else chosen
-                seconds = _bound(recipe, chosen, topology)
-                for field, sizes in pieces.items():  # each is about phases of its own
-                    for size in sizes:
-                        larger = chosen._replace(**{field: size})
-                        if fits(memory(recipe, larger, topology), topology) and _bound(recipe, larger, topology) < 0.995 * seconds:
-                            chosen, seconds = larger, _bound(recipe, larger, topology)
-                if best is None or seconds < 0.98 * best[0]:
-                    best = seconds, chosen
+    for encoders, kind, fsdp, remat in product(("device", "host"), attentions(recipe, topology), divisors(n), (True, False)):
+        leanest = Settings(fsdp=fsdp, remat=remat, attention=kind, encoders=encoders, **lean)
+        if fits(memory(recipe, leanest, topology), topology):
+            seconds, chosen = _enlarged(recipe, leanest, pieces, topology)
+            if best is None or seconds < 0.98 * best[0]:
+                best = seconds, chosen
     if best is None:
-        leanest = Settings(fsdp=n, remat=True, attention=attentions(recipe, topology)[-1], **lean)
+        leanest = Settings(fsdp=n, remat=True, attention=attentions(recipe, topology)[-1], encoders="host", **lean)
         raise ValueError(f"nothing fits {topology.name}: with the leanest settings {excess(recipe, leanest, topology)}")
     return best[1]
+
+
+def _enlarged(recipe: Recipe, settings: Settings, pieces: dict[str, list[int]], topology: Topology) -> tuple[float, Settings]:
+    """The bound and the settings with more rows at a time; each piece is about phases of its own."""
+
+    def fitting(settings, field, sizes):
+        larger = (settings._replace(**{field: size}) for size in sizes)
+        return [candidate for candidate in larger if fits(memory(recipe, candidate, topology), topology)]
+
+    for field, sizes in pieces.items():
+        enough = fitting(settings, field, [size for size in sizes if size <= ENOUGH_ROWS * topology.count])
+        settings = enough[-1] if enough else settings
+    seconds = _bound(recipe, settings, topology)
+    for field, sizes in pieces.items():
+        for larger in fitting(settings, field, sizes):
+            if _bound(recipe, larger, topology) < 0.995 * seconds:
+                settings, seconds = larger, _bound(recipe, larger, topology)
+    return seconds, settings
 
 
 def _bound(recipe: Recipe, settings: Settings, topology: Topology) -> float:
@@ -124,6 +132,8 @@ def excess(recipe: Recipe, settings: Settings, topology: Topology) -> str:
         helps.append(f"lower {smaller}")
     if phase == "update" and not settings.remat:
         helps.append("set optimizer.remat")
+    if settings.encoders == "device":
+        helps.append("let the text encoders wait on the host")
     if settings.fsdp < topology.count:
         helps.append(f"raise fsdp above {settings.fsdp}")
     helps.append("take more chips, or chips with more memory")
