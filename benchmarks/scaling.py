@@ -92,6 +92,7 @@ def plans(rows: list[dict]) -> list[str]:
         "decoded",
         "attention",
         "remat",
+        "encoders",
         "peak / usable GiB",
         "s/step",
         "images/s/chip",

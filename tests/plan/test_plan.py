@@ -1,5 +1,6 @@
 """Plans: what fits, what is refused and why, how costs move with what is planned."""
 
+import importlib.util
 import json
 import re
 from pathlib import Path
@@ -167,3 +168,15 @@ def test_the_guide_names_the_places_that_are_tested_and_commands_that_work(capsy
     for line in commands:
         assert cli.main(line.split()) == 0
         assert "chip-hours" in capsys.readouterr().out
+
+
+def test_the_page_shows_the_committed_plans():
+    root = Path(__file__).parents[2]
+    spec = importlib.util.spec_from_file_location("scaling", root / "benchmarks/scaling.py")
+    scaling = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(scaling)
+    values, page = json.loads((root / "docs/plans.json").read_text()), (root / "docs/performance.md").read_text()
+    for rows in values["plans"].values():
+        assert "\n".join(scaling.plans(rows)) in page
+    for rows in values["growth"].values():
+        assert "\n".join(scaling.scaling(rows)) in page
