@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from densegrpo_jax import cli
-from densegrpo_jax.train import cache, checkpoint, health, lock, loop, metrics, report
+from densegrpo_jax.train import cache, checkpoint, health, lock, loop, metrics, phases, report
 from densegrpo_jax.train import state as states
 from densegrpo_jax.train.loop import train
 
@@ -142,15 +142,24 @@ def test_an_evaluation_that_a_kill_left_out_is_made_up_for(tmp_path, monkeypatch
     assert texts[0] == texts[1] and texts[0].count("\n") == 3
 
 
-def test_rollout_and_update_are_compared_also_where_old_log_probs_are_recomputed(tmp_path):
-    for name, recompute in (("stored", False), ("recomputed", True)):
-        train(config(tmp_path / name, run={"steps": 1}, objective={"recompute_old_log_prob": recompute}), extra_rewards={"own": spread})
-    (stored,), (recomputed,) = (metrics.read(tmp_path / name / "metrics.jsonl") for name in ("stored", "recomputed"))
-    assert stored["log_prob_drift"] == stored["log_ratio_before"] and (stored["recomputed"], recomputed["recomputed"]) == (False, True)
-    assert max(v for v in recomputed["log_ratio_before"]["delta_log_prob_max"] if v is not None) == 0.0
-    for record in (stored, recomputed):
-        worst = [v for v in record["log_prob_drift"]["delta_log_prob_max"] if v is not None]
-        assert len(worst) == 3 and 0.0 < max(worst) < 1e-6
+def test_drift_between_rollout_and_update_shows_also_where_old_log_probs_are_recomputed(tmp_path, monkeypatch, capsys):
+    original = phases.make_recompute
+
+    def after_another_rollout(config, policy):
+        recompute = original(config, policy)
+
+        def of_it(params, trained, batch, order):
+            t = batch.trajectory
+            return recompute(params, trained, batch._replace(trajectory=t._replace(velocity=1.01 * t.velocity)), order)
+
+        return of_it
+
+    monkeypatch.setattr(phases, "make_recompute", after_another_rollout)
+    train(config(tmp_path, run={"steps": 1}, objective={"recompute_old_log_prob": True}), extra_rewards={"own": spread})
+    (record,) = metrics.read(tmp_path / "metrics.jsonl")
+    before, drift = ([v for v in record[name]["delta_log_prob_max"] if v is not None] for name in ("log_ratio_before", "log_prob_drift"))
+    assert record["recomputed"] and before == [0.0] * 3 and min(drift) > 1e-5
+    assert "rollout and update differ by" in capsys.readouterr().out
 
 
 # --- compiled programs ---------------------------------------------------------------------------------------------------
