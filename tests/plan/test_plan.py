@@ -162,7 +162,7 @@ def test_the_guide_names_the_places_that_are_tested_and_commands_that_work(capsy
     for row in re.findall(r"^\| `sd35.*|^\| `flux.*", guide, re.M):
         configs, places = ([word for word in re.findall(r"`([^`]+)`", cell)] for cell in row.strip("|").split("|")[:2])
         named |= {config: tuple(places) for config in configs}
-    assert named == FULL_SIZE
+    assert {config: set(places) for config, places in named.items()} == {config: set(places) for config, places in FULL_SIZE.items()}
     commands = re.findall(r"^densegrpo (plan .*?)(?: --json .*)?$", guide, re.M)
     assert len(commands) >= 2
     for line in commands:
