@@ -418,9 +418,6 @@ def _make_evaluation(config: Config, policy: Policy, decode, scorers: dict[str, 
             "total": np.where(total.valid, total.value, np.nan),
             "rewards": {n: np.where(s.valid, s.value, np.nan) for n, s in scored.items()},
         }
-        path = config.run.workdir / ("final.jsonl" if final else "evaluation.jsonl")
-        metrics.rewind(path, record["step"])
-        metrics.append(path, record)
         if not final:
             images, _ = decode(policy.params, clean)
             folder.mkdir(exist_ok=True)
@@ -429,6 +426,9 @@ def _make_evaluation(config: Config, policy: Policy, decode, scorers: dict[str, 
             Image.fromarray(np.concatenate(list(np.asarray(images)[shown]), axis=1)).save(buffer, "PNG")
             files.write(folder / f"{done:06d}.png", buffer.getvalue())
             files.write(folder / "prompts.json", json.dumps([prompts.texts[members[i]] for i in shown]))
+        path = config.run.workdir / ("final.jsonl" if final else "evaluation.jsonl")
+        metrics.rewind(path, record["step"])
+        metrics.append(path, record)  # last, as with it the evaluation counts as done
 
     return evaluate
 
