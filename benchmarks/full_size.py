@@ -9,7 +9,6 @@ Shapes come from the config; weights are drawn, so nothing is downloaded and pic
 
 import argparse
 import json
-import math
 import platform
 import statistics
 import time
@@ -185,7 +184,7 @@ def main():
     rows, result = [], {"device": kind, "config": name, "jax": jax.__version__, "python": platform.python_version(), "phases": {}}
     for phase, (took, first, held) in measured.items():
         speed = work[phase] / took / 1e12
-        gib = held / 2**30 if held else math.nan
+        gib = held / 2**30 if held else None
         rows.append(
             (
                 phase,
@@ -194,7 +193,7 @@ def main():
                 f"{counts[phase] / took:.2f}",
                 f"{speed:.1f}",
                 f"{speed * 1e12 / where.chip.peak:.1%}",
-                f"{gib:.1f}",
+                f"{gib:.1f}" if held else "?",
             )
         )
         result["phases"][phase] = {
