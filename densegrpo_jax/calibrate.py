@@ -233,6 +233,7 @@ def calibrate(config: Config, options: Calibration, *, extra_rewards: dict[str, 
     Raises:
       ValueError: settings that cannot work, or a folder that holds the search of another run.
     """
+    configs.check_fields(config)
     check(config, options)
     s = setting(config, consistent=options.consistent, extra_rewards=extra_rewards)
     loop._report_truncation(s.policy, list(s.prompts.texts))

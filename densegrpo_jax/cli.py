@@ -72,8 +72,10 @@ def _train(argv: list[str]) -> int:
         print("\n`densegrpo train CONFIG --help` explains every field.")
         return 0
     config = tyro.cli(Config, default=load_config(argv[0]), args=argv[1:], prog=f"densegrpo train {argv[0]}")
+    from densegrpo_jax import doctor
     from densegrpo_jax.train.loop import train
 
+    doctor.refuse(config)
     print(f"report: {train(config)}")
     return 0
 
@@ -99,6 +101,17 @@ def _plan(argv: list[str]) -> int:
         return 0
     default = command.Plan(load_config(argv[0]))
     return command.main(tyro.cli(command.Plan, default=default, args=argv[1:], prog=f"densegrpo plan {argv[0]}"), argv[0])
+
+
+def _doctor(argv: list[str]) -> int:
+    """doctor CONFIG [--no-dry-run] [...]         check a config, its model, prompts and rewards before a run"""
+    from densegrpo_jax import doctor
+
+    if not argv or argv[0] in ("-h", "--help"):
+        print(f"densegrpo {_doctor.__doc__}\n\nconfigs:\n{_list_configs()}\n\n`densegrpo doctor CONFIG --help` explains every field.")
+        return 0
+    default = doctor.Doctor(load_config(argv[0]))
+    return doctor.main(tyro.cli(doctor.Doctor, default=default, args=argv[1:], prog=f"densegrpo doctor {argv[0]}"))
 
 
 def _sample(argv: list[str]) -> int:
@@ -168,6 +181,7 @@ def _serve_rewards(argv: list[str]) -> int:
 COMMANDS = {
     "train": _train,
     "calibrate": _calibrate,
+    "doctor": _doctor,
     "plan": _plan,
     "sample": _sample,
     "eval": _eval,

@@ -276,6 +276,99 @@ def reward_weights(config: Config) -> dict[str, float]:
     return weights
 
 
+INF = math.inf
+RANGES = {
+    "model.max_sequence_length": (1, 512),
+    "model.scan_unroll": (1, 1024),
+    "prompts.per_step": (1, 10**6),
+    "prompts.group_size": (2, 10**6),
+    "reward_server.attempts": (1, 1000),
+    "reward_server.batch": (1, 10**6),
+    "sampling.num_steps": (1, 1000),
+    "sampling.guidance_scale": (1, 1000),
+    "sampling.chunk": (1, 10**9),
+    "sampling.decode_chunk": (1, 10**9),
+    "exploration.noise_level": (0, 100),
+    "exploration.window_size": (1, 1000),
+    "exploration.window_start": (0, 1000),
+    "exploration.window_every": (1, 10**9),
+    "completion.tile": (1, 1000),
+    "credit.eps": (0, INF),
+    "credit.gamma": (0, 1),
+    "objective.beta": (0, INF),
+    "adapter.rank": (0, 10**5),
+    "optimizer.b1": (0, 0.999999),
+    "optimizer.b2": (0, 0.99999999),
+    "optimizer.eps": (0, INF),
+    "optimizer.weight_decay": (0, INF),
+    "optimizer.updates": (1, 10**6),
+    "optimizer.micro_batch": (1, 10**9),
+    "optimizer.ema_decay": (0, 0.99999999),
+    "evaluation.every": (0, 10**9),
+    "evaluation.num_steps": (1, 1000),
+    "evaluation.images_per_prompt": (1, 10**6),
+    "evaluation.prompts": (0, 10**9),
+    "evaluation.final_prompts": (0, 10**9),
+    "evaluation.final_images_per_prompt": (1, 10**6),
+    "evaluation.collapse_reward": (0, INF),
+    "evaluation.collapse_contrast": (0, INF),
+    "run.steps": (1, 10**9),
+    "run.seed": (0, 2**32 - 1),
+    "run.save_every": (1, 10**9),
+    "run.keep": (1, 10**6),
+    "run.max_nonfinite": (0, 10**9),
+    "run.report_every": (0, 10**9),
+}
+"""Lowest and highest value of the fields that are numbers, both allowed."""
+
+POSITIVE = (
+    "sampling.shift", "credit.clip", "reward_server.timeout", "objective.clip_range", "adapter.alpha", "optimizer.learning_rate",
+    "optimizer.max_grad_norm",
+)  # fmt: skip
+"""Fields that must be above 0."""
+
+
+def check_fields(config: Config) -> None:
+    """Refuses what is wrong with a field by itself, whatever the model.
+
+    Raises:
+      ValueError: naming the field, its value and the valid range.
+    """
+    for section in dataclasses.fields(config):
+        for name in (f.name for f in dataclasses.fields(getattr(config, section.name))) if section.name != "rewards" else ():
+            value, name = getattr(getattr(config, section.name), name), f"{section.name}.{name}"
+            low, high = RANGES.get(name, (0.0 if name in POSITIVE else -INF, INF))
+            if isinstance(value, bool) or not isinstance(value, int | float):
+                continue
+            if not (low <= value <= high and math.isfinite(value)) or (name in POSITIVE and value == 0):
+                said = "a finite number above 0" if name in POSITIVE else f"at least {low}" if high == INF else f"from {low} to {high}"
+                hint = "; advantages compare the members of a group" if name == "prompts.group_size" else ""
+                raise ValueError(f"{name} = {value}: must be {said}{hint}")
+    reward_weights(config)
+    if "" in reward_sources(config):
+        raise ValueError(f"rewards = {config.rewards}: an entry has no name; write NAME or NAME=WEIGHT")
+    side = config.model.resolution
+    if side is not None and min(side) < 1:
+        raise ValueError(f"model.resolution = {side}: height and width must be at least 1 pixel")
+    for name, value in (("model.path", config.model.path), ("prompts.train", config.prompts.train),
+                        ("prompts.evaluation", config.prompts.evaluation)):  # fmt: skip
+        if not value.strip() or "\0" in value:
+            raise ValueError(f"{name} = {value!r}: must be a name or path, not empty and without NUL")
+    kind, _, count = config.completion.steps.partition(" ")
+    number = count if kind == "respaced" else kind.removeprefix("k/")
+    if config.completion.steps != "all" and not (number.isascii() and number.isdigit() and 1 <= int(number[:9]) <= 1000):
+        raise ValueError(f"completion.steps = {config.completion.steps!r}: choose 'all', 'respaced N', N or 'k/N', N from 1 to 1000")
+    steps, e = config.sampling.num_steps, config.exploration
+    size = e.window_size if e.window in ("fixed", "random", "sliding") else 1
+    first = e.window_start if e.window in ("fixed", "random") else 0
+    if first + size > steps:
+        raise ValueError(
+            f"exploration.window_start = {first} and window_size = {size}: the window must end within sampling.num_steps = {steps}"
+        )
+    if e.sampler not in SAMPLERS:
+        raise ValueError(f"exploration.sampler = {e.sampler!r}: choose one of {', '.join(SAMPLERS)}")
+
+
 def check(config: Config, trained_steps: int, devices: int = 1) -> None:
     """Refuses arithmetic that does not work out.
 
@@ -287,38 +380,7 @@ def check(config: Config, trained_steps: int, devices: int = 1) -> None:
     Raises:
       ValueError: naming the field, its value and valid choices.
     """
-    for name, value, low in (
-        ("prompts.per_step", config.prompts.per_step, 1),
-        ("prompts.group_size", config.prompts.group_size, 2),
-        ("model.scan_unroll", config.model.scan_unroll, 1),
-        ("sampling.num_steps", config.sampling.num_steps, 1),
-        ("optimizer.updates", config.optimizer.updates, 1),
-        ("optimizer.micro_batch", config.optimizer.micro_batch, 1),
-        ("reward_server.attempts", config.reward_server.attempts, 1),
-        ("reward_server.batch", config.reward_server.batch, 1),
-        ("run.steps", config.run.steps, 1),
-        ("run.save_every", config.run.save_every, 1),
-        ("run.keep", config.run.keep, 1),
-        ("run.max_nonfinite", config.run.max_nonfinite, 0),
-        ("evaluation.collapse_reward", config.evaluation.collapse_reward, 0),
-        ("evaluation.collapse_contrast", config.evaluation.collapse_contrast, 0),
-        ("evaluation.images_per_prompt", config.evaluation.images_per_prompt, 1),
-        ("evaluation.final_prompts", config.evaluation.final_prompts, 0),
-        ("evaluation.final_images_per_prompt", config.evaluation.final_images_per_prompt, 1),
-        ("evaluation.num_steps", config.evaluation.num_steps, 1),
-    ):
-        if value < low:
-            hint = "; advantages compare the members of a group" if name == "prompts.group_size" else ""
-            raise ValueError(f"{name} = {value}: must be at least {low}{hint}")
-    reward_weights(config)
-    if config.optimizer.learning_rate <= 0.0:
-        raise ValueError(f"optimizer.learning_rate = {config.optimizer.learning_rate}: must be positive")
-    if config.reward_server.timeout <= 0.0:
-        raise ValueError(f"reward_server.timeout = {config.reward_server.timeout}: must be positive, in seconds")
-    if config.objective.clip_range <= 0.0:
-        raise ValueError(f"objective.clip_range = {config.objective.clip_range}: must be positive")
-    if config.exploration.sampler not in SAMPLERS:
-        raise ValueError(f"exploration.sampler = {config.exploration.sampler!r}: choose one of {', '.join(SAMPLERS)}")
+    check_fields(config)
     batch = batch_size(config)
     if batch % devices:
         p, g = config.prompts.per_step, config.prompts.group_size

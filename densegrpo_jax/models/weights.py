@@ -98,7 +98,10 @@ def find_folder(model: str | Path, variant: str | None = None, weights: bool = T
         return Path(snapshot_download(str(model), allow_patterns=list(files) or pipeline, ignore_patterns=ignored))
     except (errors.HfHubHTTPError, errors.HFValidationError, OSError) as error:
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        raise ValueError(f"{str(model)!r} is not a folder here and could not be downloaded from the Hugging Face hub: {reason}") from error
+        raise ValueError(
+            f"{str(model)!r} is not a folder here and could not be downloaded from the Hugging Face hub ({reason:.300}); "
+            "name a folder that holds it, or look at the network and `hf auth login`"
+        ) from error
 
 
 def read_json(path: Path) -> dict:

@@ -12,6 +12,7 @@ import numpy as np
 from densegrpo_jax.prompts import geneval
 
 BAD_SHOWN = 20  # bad lines named in one error
+LONGEST = 20_000  # characters of a line, as a reward server takes
 HUB_COLUMNS = ("prompt", "caption", "text")  # where a hub data set keeps its prompts, if no column is named
 
 
@@ -108,6 +109,8 @@ def _decode(line: bytes) -> str:
         raise ValueError(f"not UTF-8 text ({error.reason} at byte {error.start})") from error
     if "\0" in text:
         raise ValueError("holds a NUL byte; is this a text file?")
+    if len(text) > LONGEST:
+        raise ValueError(f"has {len(text)} characters, at most {LONGEST} are read; is there one prompt a line?")
     return text
 
 

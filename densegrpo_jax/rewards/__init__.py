@@ -85,20 +85,33 @@ def load(name: str, server: Any = None) -> Reward:
     Raises:
       ValueError: an unknown name, with the known ones; a model for a reward that takes none; or what loading the reward raises.
     """
+    check_name(name)
     if "@http" in name:
         judge = name.partition("@")[0].partition(":")[0] in JUDGES
         module = import_module(f"densegrpo_jax.rewards.{'vlm' if judge else 'http'}")
         return module.load(name, *([] if server is None else [server]))
     kind, colon, model = name.partition(":")
+    return _scorer(kind, model)() if colon else NAMES[kind]()
+
+
+def check_name(name: str) -> None:
+    """Refuses what `load` cannot load, without loading anything or asking a server.
+
+    Raises:
+      ValueError: see `load`.
+    """
+    if "@http" in name:
+        kind, _, places = name.partition("@")
+        for place in places.split(","):
+            import_module("densegrpo_jax.rewards.http").check_url(name, place)
+        return
+    kind, colon, model = name.partition(":")
     if kind in SERVED:
         raise ValueError(f"reward {kind!r} runs in a server: `densegrpo serve-rewards --reward {name}`, and here {kind}@http://HOST:PORT")
     if kind not in NAMES:
         raise ValueError(f"unknown reward {kind!r}; known: {', '.join(sorted({*NAMES, *SERVED}))}")
-    if not colon:
-        return NAMES[kind]()
-    if kind not in MODELS or not model:
+    if colon and (kind not in MODELS or not model):
         raise ValueError(f"reward {name!r}: a model is named after the colon, for {', '.join(MODELS)} only")
-    return _scorer(kind, model)()
 
 
 def load_served(name: str) -> Reward:
