@@ -6,6 +6,7 @@ gains at every step, and moves each level once. Every iteration is a line of tra
 
 import dataclasses
 import json
+import math
 import sys
 import time
 from collections.abc import Callable
@@ -93,10 +94,10 @@ def check(config: Config, options: Calibration) -> None:
     if config.exploration.sampler not in psi.SAMPLERS:
         raise ValueError(f"exploration.sampler = {config.exploration.sampler!r}: psi belongs to {' and '.join(psi.SAMPLERS)}")
     for name, low in (("iterations", 0), ("average", 1), ("excess", 1.0), ("eps1", 0.0), ("eps2", 0.0), ("rest", 0.0), ("low", 0.0)):
-        if getattr(options, name) < low:
+        if not low <= getattr(options, name) < math.inf:
             raise ValueError(f"calibration.{name} = {getattr(options, name)}: must be at least {low}")
-    if not options.low < options.high:
-        raise ValueError(f"calibration.low = {options.low} and high = {options.high}: low must be smaller")
+    if not options.low < options.high < math.inf:
+        raise ValueError(f"calibration.low = {options.low} and calibration.high = {options.high}: low must be smaller, both finite")
     if not 0.0 <= options.decided <= 1.0:
         raise ValueError(f"calibration.decided = {options.decided}: a share is between 0 and 1")
     count, least = number(config, options), 1

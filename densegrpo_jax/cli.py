@@ -59,10 +59,17 @@ def load_config(name: str) -> Config:
         raise ValueError(f"no config {name!r}; there are:\n{_list_configs()}")
     spec = importlib.util.spec_from_file_location(f"densegrpo_config_{path.stem}", path)
     module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    if not hasattr(module, "get_config"):
-        raise ValueError(f"{path}: a config file defines get_config() -> densegrpo_jax.config.Config")
-    return apply(module.get_config(), variants) if variants else module.get_config()
+    try:
+        spec.loader.exec_module(module)
+        if not hasattr(module, "get_config"):
+            raise ValueError("a config file defines get_config() -> densegrpo_jax.config.Config")
+        config = module.get_config()
+    except Exception as error:  # the file is a program, which may raise anything
+        kind = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
+        raise ValueError(f"{path}: {kind}{error}") from error
+    if not isinstance(config, Config):
+        raise ValueError(f"{path}: get_config() returns a densegrpo_jax.config.Config, not {type(config).__name__}")
+    return apply(config, variants) if variants else config
 
 
 def _train(argv: list[str]) -> int:

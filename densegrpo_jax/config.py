@@ -363,7 +363,7 @@ def check_fields(config: Config) -> None:
     first = e.window_start if e.window in ("fixed", "random") else 0
     if first + size > steps:
         raise ValueError(
-            f"exploration.window_start = {first} and window_size = {size}: the window must end within sampling.num_steps = {steps}"
+            f"exploration.window_start = {first} and window_size = {size}: the window does not fit into sampling.num_steps = {steps}"
         )
     if e.sampler not in SAMPLERS:
         raise ValueError(f"exploration.sampler = {e.sampler!r}: choose one of {', '.join(SAMPLERS)}")

@@ -284,7 +284,7 @@ def _headers(folder: Path, configs: Configs, name: str, variant: str | None) -> 
     if network.prefix and not any(tensor.startswith(network.prefix) for tensor in tensors):
         tensors = {network.prefix + tensor: stored for tensor, stored in tensors.items()}
     spare = {*network.tied, *network.ignored}
-    check_tensors(tensors, pipeline.name_table(configs, name), pipeline.abstract_params(configs, name), spare)
+    check_tensors(tensors, pipeline.name_table(configs, name), recipe.shapes(configs, name), spare)
     return tensors
 
 
@@ -365,7 +365,7 @@ def _bytes(config: Config) -> dict[str, float]:
         configs = _configs(config)
         for name in pipeline.components(configs):
             width = FLOAT32 if name == "vae" else jnp.dtype(config.model.dtype).itemsize
-            parts[name] = recipe.size(pipeline.abstract_params(configs, name)) * width
+            parts[name] = recipe.size(recipe.shapes(configs, name)) * width
     latents = batch_size(config) * np.prod(outline.shape) * (3 * config.sampling.num_steps + 1 + len(tables.scheme) + 1)
     parts["trained weights, optimiser, average"] = 4 * FLOAT32 * recipe.size(_adapter(config, outline))
     parts["latents of a step"] = float(latents) * FLOAT32

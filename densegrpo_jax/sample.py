@@ -58,6 +58,8 @@ class Sample:
     def __post_init__(self):
         ranges = {
             "images": (1, 10_000),
+            "height": (1, 100_000),
+            "width": (1, 100_000),
             "steps": (1, flow.grid.TRAIN_STEPS),
             "guidance": (1.0, 1000.0),
             "seed": (0, 2**63 - 1),

@@ -170,6 +170,9 @@ def repeated(args: Evaluate) -> tuple[Evaluate, dict]:
 def evaluate(args: Evaluate, task: Config | None, extra_rewards: dict[str, Reward], expected: dict | None) -> Path:
     """Samples, scores and summarises; see `main`."""
     # ------------------------------------------------------------------------------------------------ what, on what, by what
+    above = [path for path in (args.out.expanduser(), *args.out.expanduser().absolute().parents) if path.is_file()]
+    if above:
+        raise ValueError(f"out = {args.out}: {above[0]} is a file; name a folder")
     subject = find(args, task)
     config = subject.config
     policy = policies.load(config)
@@ -243,7 +246,7 @@ def find(args: Evaluate, task: Config | None = None) -> Subject:
     is_adapter = not is_run and path.exists() and not (path / "model_index.json").exists()
     for name in ("weights", "checkpoint"):
         if getattr(args, name) is not None and not is_run:
-            raise ValueError(f"{name}: {args.model} is not the work folder of a run; leave it out")
+            raise ValueError(f"{name} = {getattr(args, name)}: {args.model} is not the work folder of a run; leave it out")
     if is_adapter and args.base is None:
         raise ValueError(f"{args.model}: neither a run (no checkpoints/) nor a model (no model_index.json); of an adapter, name the --base")
     if args.base is not None and not is_adapter:
@@ -308,7 +311,7 @@ def _with_settings(args: Evaluate, known: Config, evaluation: str, scorers: tupl
     """`known` with what the command line gives."""
     model = {name: value for name in ("max_sequence_length", "dtype", "variant") if (value := getattr(args, name)) is not None}
     if (args.height is None) != (args.width is None):
-        raise ValueError("height and width: give both or neither")
+        raise ValueError(f"height = {args.height} and width = {args.width}: give both or neither")
     if args.height is not None:
         model["resolution"] = (args.height, args.width)
     sampling = {"decode_chunk": min(known.sampling.decode_chunk, args.batch_size)}

@@ -64,6 +64,8 @@ def main(args: GenEval | Ocr | Check) -> None:
     Raises:
       ValueError: what `prompts.load` and the generators raise; a file to write that is there already.
     """
+    if getattr(args, "seed", 0) < 0:
+        raise ValueError(f"seed = {args.seed}: must be at least 0")
     match args:
         case Check():
             sources = [source for source in (args.train, args.test) if source is not None]

@@ -72,6 +72,10 @@ def serve(server: Server) -> int:
     for option in ("queue", "max_images", "max_megabytes"):
         if getattr(server, option) < 1:
             raise ValueError(f"{option} = {getattr(server, option)}: must be at least 1")
+    if not 0 <= server.port <= 65535:
+        raise ValueError(f"port = {server.port}: must be from 0 to 65535; 0 takes a free one")
+    if not 0.0 <= server.grace < 1e6:
+        raise ValueError(f"grace = {server.grace}: must be from 0 to 1e6 seconds")
     secret = wire.token()
     if secret is None and not is_loopback(server.host):
         raise ValueError(
