@@ -350,7 +350,7 @@ def test_another_evaluation_in_the_folder_is_refused(base, toy_run, tmp_path):
         ({"rewards": ("toy_spot", "toy_spot")}, "name each once"),
         ({"rewards": ("no_such",)}, "unknown reward 'no_such'"),
         ({"rewards": ()}, "say which --prompts and --rewards"),
-        ({"weights": "ema"}, "weights: toy is not the work folder of a run"),
+        ({"weights": "ema"}, "weights = ema: toy is not the work folder of a run"),
         ({"base": "tiny"}, "base = tiny: only an adapter takes one, and toy is a model"),
         ({"height": 8}, "give both or neither"),
         ({"model": "nowhere"}, "neither a folder that exists"),
