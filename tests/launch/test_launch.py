@@ -33,7 +33,9 @@ def cloud(tmp_path):
         tool.chmod(0o755)
 
     def call(script, *arguments, env=None):
-        environment = {**os.environ, "PATH": f"{bin}:{os.environ['PATH']}", **(env or {})}
+        ours = ("DENSEGRPO_VENV", "XLA_CLIENT_MEM_FRACTION", "LIBTPU_INIT_ARGS", "HF_TOKEN")  # which change what is run
+        inherited = {name: value for name, value in os.environ.items() if name not in ours}
+        environment = {**inherited, "PATH": f"{bin}:{os.environ['PATH']}", **(env or {})}
         done = subprocess.run(
             ["bash", LAUNCH / script, *arguments], capture_output=True, text=True, env=environment, stdin=subprocess.DEVNULL
         )
