@@ -21,7 +21,7 @@ FLOORS = [  # from the ground up; the first prefix that fits decides
     (2, ("models", "families", "pipeline", "parallel", "config")),
     (5, ("cli", "scenes.pretrain")),
     (3, ("rewards", "scenes", "prompts", "policy")),
-    (4, ("train", "evaluate", "calibrate", "plan", "sample", "export")),
+    (4, ("train", "evaluate", "calibrate", "plan", "doctor", "sample", "export")),
 ]
 
 TORCH = ("densegrpo_jax.rewards.detection",)  # loaded by reward servers only, and importing it does not import torch
