@@ -269,7 +269,7 @@ def test_own_credit_plugs_in(tmp_path):
         ([], None),
         (["nowhere"], "no config 'nowhere'"),
         (["toy", "--optimizer.updates", "7"], "choose one of"),
-        (["toy", "--prompts.group-size", "1"], "must be at least 2"),
+        (["toy", "--prompts.group-size", "1"], "must be from 2 to"),
         (["toy", "--rewards", "nothing"], "unknown reward 'nothing'"),
         (["toy", "--rewards", "toy_spot=much"], "no finite weight"),
         (["toy", "--prompts.train", "nowhere.txt"], "no such file"),
