@@ -126,6 +126,8 @@ def _parse_json(line: bytes) -> dict | None:
         entry = json.loads(text)
     except json.JSONDecodeError as error:
         raise ValueError(f"not JSON ({error.msg} at column {error.colno})") from error
+    except RecursionError as error:
+        raise ValueError("not JSON (nested too deep)") from error
     if not isinstance(entry, dict) or not isinstance(entry.get("prompt"), str) or not entry["prompt"].strip():
         raise ValueError('not an object with a "prompt"')
     if "include" in entry or "exclude" in entry:
