@@ -91,6 +91,7 @@ def check(config: Config, options: Calibration) -> None:
     Raises:
       ValueError: naming the field, its value and what to do.
     """
+    configs.check_fields(config)
     if config.exploration.sampler not in psi.SAMPLERS:
         raise ValueError(f"exploration.sampler = {config.exploration.sampler!r}: psi belongs to {' and '.join(psi.SAMPLERS)}")
     for name, low in (("iterations", 0), ("average", 1), ("excess", 1.0), ("eps1", 0.0), ("eps2", 0.0), ("rest", 0.0), ("low", 0.0)):
@@ -234,7 +235,6 @@ def calibrate(config: Config, options: Calibration, *, extra_rewards: dict[str, 
     Raises:
       ValueError: settings that cannot work, or a folder that holds the search of another run.
     """
-    configs.check_fields(config)
     check(config, options)
     s = setting(config, consistent=options.consistent, extra_rewards=extra_rewards)
     loop._report_truncation(s.policy, list(s.prompts.texts))

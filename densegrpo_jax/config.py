@@ -357,7 +357,7 @@ def check_fields(config: Config) -> None:
     kind, _, count = config.completion.steps.partition(" ")
     number = count if kind == "respaced" else kind.removeprefix("k/")
     if config.completion.steps != "all" and not (number.isascii() and number.isdigit() and 1 <= int(number[:9]) <= 1000):
-        raise ValueError(f"completion.steps = {config.completion.steps!r}: choose 'all', 'respaced N', N or 'k/N', N from 1 to 1000")
+        raise ValueError(f"completion.steps = {config.completion.steps!r:.60}: choose 'all', 'respaced N', N or 'k/N', N from 1 to 1000")
     steps, e = config.sampling.num_steps, config.exploration
     size = e.window_size if e.window in ("fixed", "random", "sliding") else 1
     first = e.window_start if e.window in ("fixed", "random") else 0
@@ -365,6 +365,10 @@ def check_fields(config: Config) -> None:
         raise ValueError(
             f"exploration.window_start = {first} and window_size = {size}: the window does not fit into sampling.num_steps = {steps}"
         )
+    if steps == 1 and e.window == "all_but_last":
+        raise ValueError("sampling.num_steps = 1 and exploration.window = 'all_but_last' leave no step to train; set the window to 'all'")
+    if e.sampler in ("cps", "ddim_sde") and e.noise_level > 1:
+        raise ValueError(f"exploration.noise_level = {e.noise_level}: with exploration.sampler = {e.sampler!r} it must be from 0 to 1")
     if e.sampler not in SAMPLERS:
         raise ValueError(f"exploration.sampler = {e.sampler!r}: choose one of {', '.join(SAMPLERS)}")
 

@@ -96,8 +96,12 @@ def examine(config: Config, dry_run: bool = True) -> Iterator[Line]:
             yield Line("FAIL", name, _short(reason) if first == name else f"the same as of {first}")
 
 
-def refuse(config: Config) -> None:
+def refuse(config: Config, training: bool = True) -> None:
     """Refuses what can be told from the config, the prompts and the headers of files: before a model is loaded or a folder made.
+
+    Args:
+      config: the run.
+      training: False leaves out what calibration does not use: the psi file, the arithmetic of updates, the adapter.
 
     Raises:
       ValueError: naming the field, its value and what is valid.
@@ -107,11 +111,13 @@ def refuse(config: Config) -> None:
     for source in reward_sources(config).values():
         rewards.check_name(source)
     _place(config.run.workdir)
-    outline, tables = _grid(config)
-    check(config, int(tables.trained.sum()))
+    if training:
+        outline, tables = _grid(config)
+        check(config, int(tables.trained.sum()))
     if config.model.path != "toy":
         collections.deque(_complete(config), maxlen=0)
-    _adapter(config, outline)
+    if training:
+        _adapter(config, outline)
     for line in _prompt_lines(config):
         if line[0] == "FAIL":
             raise ValueError(line[1])
@@ -261,7 +267,8 @@ CHECKS: dict[str, Callable[[Config], Found]] = {
 
 def _folder(config: Config, need_weights: bool = True) -> Path:
     """The model's folder, downloaded where `model.path` is a Hugging Face id."""
-    return find_folder(policies.folder(config.model.path), config.model.variant, need_weights)
+    with _named("model.path"):
+        return find_folder(policies.folder(config.model.path), config.model.variant, need_weights)
 
 
 def _configs(config: Config) -> Configs:
@@ -318,25 +325,31 @@ def _grid(config: Config) -> tuple[Policy, phases.Sampler]:
 
 def _adapter(config: Config, outline: Policy) -> dict:
     """Shapes of what is trained, after a look at the adapter that it starts from."""
-    shapes = outline.start()
+    with _named("adapter.targets"):
+        shapes = outline.start()
     if config.adapter.start is not None and config.model.path != "toy":
         configs = _configs(config)
         table, needed = pipeline.name_table(configs, "transformer"), pipeline.abstract_params(configs, "transformer")
-        rank = adapters.rank(adapters.read_adapter(config.adapter.start, table, needed, config.adapter.alpha).lora)
+        with _named("adapter.start"):
+            rank = adapters.rank(adapters.read_adapter(config.adapter.start, table, needed, config.adapter.alpha).lora)
         if rank != config.adapter.rank:
             raise ValueError(f"adapter.rank = {config.adapter.rank}, but the adapter in {config.adapter.start} has rank {rank}")
     return shapes
 
 
 def _prompt_lines(config: Config) -> Found:
-    train, test = prompt_lists.load(config.prompts.train), prompt_lists.load(config.prompts.evaluation)
+    with _named("prompts.train"):
+        train = prompt_lists.load(config.prompts.train)
+    with _named("prompts.evaluation"):
+        test = prompt_lists.load(config.prompts.evaluation)
     yield "ok", "; ".join(prompt_lists.describe(train, test))
     for field, found in (("train", train), ("evaluation", test)):
         source = getattr(config.prompts, field)
         if config.model.path == "toy":
             from densegrpo_jax.scenes import toy
 
-            toy.prompt_ids(list(found.texts))
+            with _named(f"prompts.{field} = {source!r}"):
+                toy.prompt_ids(list(found.texts))
         for name in reward_sources(config):
             kind = name.partition(":")[0]
             if kind in ("ocr", "words"):
@@ -409,6 +422,15 @@ def _small(config: Config, workdir: Path) -> Config:
         evaluation=change(config.evaluation, every=0, prompts=1, images_per_prompt=1, final_prompts=0, collapse_contrast=0.0),
         run=change(config.run, steps=2, workdir=workdir, save_every=2, report_every=0, wandb=False, compilation_cache=False),
     )
+
+
+@contextlib.contextmanager
+def _named(field: str) -> Iterator[None]:
+    """Begins what is refused within by the field that it is about."""
+    try:
+        yield
+    except ValueError as error:
+        raise ValueError(f"{field}: {error}") from error
 
 
 def _short(reason: str) -> str:

@@ -64,8 +64,9 @@ def read_configs(folder: Path) -> Configs:
                 raise ValueError(f"{folder / 'model_index.json'}: has no {name}, which {family} needs here")
             continue
         path = folder / name / "config.json"
+        values = read_json(path)
         try:
-            networks[name] = network.config.from_json(read_json(path))
+            networks[name] = network.config.from_json(values)
         except (ValueError, TypeError) as error:
             raise ValueError(f"{path}: {error}") from error
     configs = Configs(family, _read_shift(folder / "scheduler" / "scheduler_config.json", FAMILIES[family].dynamic), **networks)

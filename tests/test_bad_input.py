@@ -1,4 +1,5 @@
-"""Bad input at every door: exit code 2, a short reason that names field, value and what is valid, no traceback, nothing written.
+"""Bad input at every door: exit code 2, one line that names field, value and what is valid, no traceback, nothing written, and no model
+loaded but where only its values are bad.
 
 Every entry is an argument list with what the reason must say. `{bad}` stands for a folder of bad files, `{new}` for one that is empty.
 """
@@ -9,6 +10,7 @@ import re
 import shutil
 import socket
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -16,11 +18,15 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 import densegrpo_jax
-from densegrpo_jax import cli
+from densegrpo_jax import cli, pipeline
+from densegrpo_jax.scenes import toy
 from densegrpo_jax.train import lock
 
 TINY = Path(densegrpo_jax.__file__).parent / "scenes" / "tiny_sd3"
-LENGTH = 2600  # characters of the longest reason; it may list prompts, configs or layers
+LONGEST = 400  # characters of a reason, without the folder of the bad files
+LONGEST_LIST = 1000  # where it names tensors, a dozen of a kind
+BOX = 18  # lines of what tyro says of a wrong type
+LISTS = ("there are:\n", "bad line(s)\n")  # ends of first lines that a list follows
 
 
 def linked(folder: Path) -> Path:
@@ -68,6 +74,7 @@ def bad(tmp_path_factory):
     stored("missing_tensor", {k: v for k, v in tensors.items() if k != first})
     stored("extra_tensor", tensors | {"another.weight": np.zeros(3, np.float16)})
     stored("wrong_shape", {k: np.zeros((3, 5), np.float16) if k == first else v for k, v in tensors.items()})
+    model("of_the_vae", weights, (TINY / "vae/diffusion_pytorch_model.safetensors").read_bytes())
     (linked(root / "no_weights") / weights).unlink()
     (linked(root / "pickled") / weights).rename(root / "pickled/transformer/diffusion_pytorch_model.bin")
     (linked(root / "no_scheduler") / "scheduler/scheduler_config.json").unlink()
@@ -97,6 +104,14 @@ def bad(tmp_path_factory):
     (root / "model.safetensors").write_bytes(whole)
     save_file({"blocks.0.lora_A.weight": np.zeros((4, 8), np.float32), "blocks.0.lora_B.weight": np.zeros((8, 4), np.float32)},
               root / "lora_other.safetensors")  # fmt: skip
+    layer = "transformer.transformer_blocks.0.attn.to_q.lora_"
+    width = tensors["transformer_blocks.0.attn.to_q.weight"].shape[1]
+    halves = {f"{layer}A.weight": np.zeros((4, width), np.float32), f"{layer}B.weight": np.zeros((width, 4), np.float32)}
+    save_file(halves, root / "lora_rank.safetensors")
+    save_file(halves | {f"{layer}A.weight": np.zeros((4, width + 8), np.float32)}, root / "lora_width.safetensors")
+    save_file({f"{layer}A.weight": halves[f"{layer}A.weight"]}, root / "lora_half.safetensors")
+    save_file(halves | {f"{layer}magnitude_vector": np.zeros(width, np.float32)}, root / "lora_dora.safetensors")
+    save_file(halves, root / "lora_alpha.safetensors", {"lora_adapter_metadata": '{"transformer.r": 4, "transformer.lora_alpha": "much"}'})
     save_file({}, root / "lora_empty.safetensors")
     save_file({"transformer.x.lora_A.weight": np.full((4, 8), np.nan, np.float32)}, root / "lora_nan.safetensors")
     save_file({"text_encoder.x.lora_A.weight": np.zeros((4, 8), np.float32)}, root / "lora_text.safetensors")
@@ -158,12 +173,12 @@ def entry(name, argv, *said):
 
 def override(field, value, *said):
     """A field of the toy's config; the reason names it, and the value."""
-    return entry(f"{field}={value}", ["train", "toy", f"--{field.replace('_', '-')}", *str(value).split()], field, *(said or (str(value),)))
+    return entry(f"{field}={value}", ["train", "toy", f"--{field.replace('_', '-')}", *str(value).split()], f"{field} = {value}", *said)
 
 
 NUMBERS = [  # field, values out of its range, what the range is called
     ("prompts.per_step", (0, -4), "1 to"),
-    ("prompts.group_size", (1, 0, -24), "from 2 to .*compare the members of a group|must be at least 2"),
+    ("prompts.group_size", (1, 0, -24), "from 2 to .*compare the members of a group"),
     ("sampling.num_steps", (0, -1, 100000), "from 1 to 1000"),
     ("sampling.guidance_scale", ("nan", "inf", -1.0, 0.0), "from 1 to 1000"),
     ("sampling.chunk", (0, -8), "from 1 to"),
@@ -220,19 +235,19 @@ WRONG_TYPES = [
 TOGETHER = [
     entry("updates_do_not_divide", "train toy --optimizer.updates 7", r"optimizer.updates = 7", "choose one of"),
     entry("chunk_does_not_divide", "train toy --sampling.chunk 7", "sampling.chunk = 7", "choose one of"),
-    entry("no_noise", "train toy --exploration.noise-level 0", "exploration.noise_level"),
-    entry("cps_above_one", "train toy --exploration.sampler cps --exploration.noise-level 1.5", "noise_level = 1.5", "0 to 1"),
-    entry("ddim_above_one", "train toy --exploration.sampler ddim_sde --exploration.noise-level 2", "eta = 2", "0 to 1"),
+    entry("no_noise", "train toy --exploration.noise-level 0", "exploration.noise_level", "exploration.window"),
+    *(entry(f"{sampler}_above_one", ["train", "toy", "--exploration.sampler", sampler, "--exploration.noise-level", "1.5"],
+            "exploration.noise_level = 1.5", "from 0 to 1") for sampler in ("cps", "ddim_sde")),
     entry("window_ends_outside", "train toy --exploration.window fixed --exploration.window-start 9", "window_start = 9", "num_steps = 10"),
     entry("window_too_large", "train toy --exploration.window sliding --exploration.window-size 11", "window_size = 11", "num_steps = 10"),
     entry("random_outside", "train toy --exploration.window random --exploration.window-start 8", "window_start = 8", "num_steps = 10"),
-    entry("one_step_all_but_last", "train toy --sampling.num-steps 1", "exploration.window|num_steps"),
+    entry("one_step_all_but_last", "train toy --sampling.num-steps 1", "sampling.num_steps = 1", "exploration.window", "'all'"),
     entry("shift_of_the_model", "train toy --sampling.shift 2", "sampling.shift = 2", "no effect"),
     entry("tail_of_respaced", "train toy --completion.tail skip_node", "completion.tail"),
     *(entry(f"completion_{value}", ["train", "toy", "--completion.steps", value], r"completion.steps = ", "choose 'all'")
       for value in ("half", "0", "-1", "k/0", "k/-2", "respaced", "respaced 0", "respaced x", "1.5", "", "9" * 400)),
     entry("toy_guidance", "train toy --sampling.guidance-scale 3", "sampling.guidance_scale = 3", "use 1"),
-    entry("adapter_target", "train toy --adapter.targets nosuch", "nosuch"),
+    entry("adapter_target", "train toy --adapter.targets nosuch", "adapter.targets", "nosuch", "the layers are"),
     entry("no_rewards", ["train", "toy", "--rewards"], "rewards"),
     entry("unknown_reward", "train toy --rewards nothing", "unknown reward 'nothing'", "known:"),
     entry("reward_weight_text", "train toy --rewards toy_spot=much", "toy_spot=much", "finite weight"),
@@ -248,7 +263,7 @@ TOGETHER = [
     entry("ocr_without_quotes", ["train", "scenes_words", "--rewards", "words", "--prompts.train", "{bad}/plain.txt"],
           "prompts.train", "quoted"),
     entry("scenes_without_metadata", ["train", "scenes_compose", "--prompts.train", "{bad}/plain.txt"], "prompts.train", "GenEval"),
-    entry("toy_prompts", ["train", "toy", "--prompts.train", "{bad}/plain.txt"], "a cat", "it knows"),
+    entry("toy_prompts", ["train", "toy", "--prompts.train", "{bad}/plain.txt"], "prompts.train", "a cat", "it knows"),
 ]  # fmt: skip
 
 PROMPTS = [
@@ -267,28 +282,34 @@ FOLDERS = {
     "no_tensors": "safetensors", "cut_header": "safetensors",
     "cut_data": "safetensors", "long": "safetensors", "huge_header": "safetensors", "text_as_weights": "safetensors",
     "int_weights": "type that is not read", "missing_tensor": "missing", "extra_tensor": "unexpected: another.weight",
-    "wrong_shape": "wrong shape", "no_weights": "has no", "pickled": "pickled", "no_scheduler": "scheduler_config.json",
+    "wrong_shape": "wrong shape", "of_the_vae": "not the weights of this model",
+    "no_weights": "has no", "pickled": "pickled", "no_scheduler": "scheduler_config.json",
     "no_vae": "vae", "no_index": "model_index.json", "other_family": "StableDiffusionXLPipeline", "no_family": "not supported",
     "index_is_list": "list", "index_is_text": "JSON", "index_is_deep": "JSON", "unknown_option": "rotary",
     "negative_heads": "num_attention_heads", "other_width": "joint_attention_dim", "empty_config": "JSON",
     "bad_shift": "shift = -1.0", "karras": "use_karras_sigmas", "escaping": "not the name of a safetensors file",
     "model.safetensors": "is a file",
 }  # fmt: skip
-LOADED = {"nan_weights": "not finite", "infinite_weights": "not finite", "no_tokenizer": "tokenizer", "bad_tokenizer": "tokenizer"}
+VALUES = {"nan_weights": "not finite", "infinite_weights": "not finite", "no_tokenizer": "tokenizer", "bad_tokenizer": "tokenizer"}
+
+AFTER_LOADING = {"train_nan_weights", "train_infinite_weights"}  # what only the values show
 
 TINY_TRAIN = ["train", "scenes_preference", "--run.workdir", "{new}/run"]
 SAMPLE = ["sample", str(TINY), "--prompt", "a cat", "--out", "{new}/x.png"]
 EVAL = ["eval", "tiny", "--out", "{new}/e", "--prompts", "scenes/heldout", "--rewards", "scenes_preference"]
 
 MODELS = [
-    *(entry(f"train_{name}", [*TINY_TRAIN, "--model.path", f"{{bad}}/{name}"], said) for name, said in (FOLDERS | LOADED).items()),
+    *(entry(f"train_{name}", [*TINY_TRAIN, "--model.path", f"{{bad}}/{name}"], said) for name, said in (FOLDERS | VALUES).items()),
     *(entry(f"train_psi_{name}", ["train", "toy", "--exploration.psi", f"{{bad}}/psi_{name}.json"], "psi")
       for name in ("text", "list", "missing", "short", "edited", "nan", "negative", "nowhere")),
     entry("psi_of_another_sampler", "train toy --exploration.psi toy --exploration.sampler cps", "exploration.psi", "flow_sde"),
     entry("psi_of_another_length", "train toy --exploration.psi toy --sampling.num-steps 5", "exploration.psi", "num_steps is 5"),
-    *(entry(f"train_lora_{name}", [*TINY_TRAIN, "--adapter.start", f"{{bad}}/{file}"], said)
+    *(entry(f"train_lora_{name}", [*TINY_TRAIN, "--adapter.start", f"{{bad}}/{file}"], "adapter", said)
       for name, file, said in (
           ("other", "lora_other.safetensors", "lora_other"), ("empty", "lora_empty.safetensors", "no tensors"),
+          ("rank", "lora_rank.safetensors", "rank = .*has rank 4"), ("width", "lora_width.safetensors", r"this model needs \[r, "),
+          ("half", "lora_half.safetensors", "only lora_A"), ("dora", "lora_dora.safetensors", "magnitude"),
+          ("alpha", "lora_alpha.safetensors", "alpha"),
           ("nan", "lora_nan.safetensors", "not finite"), ("text", "lora_text.safetensors", "text encoders"),
           ("cut", "lora_cut.safetensors", "safetensors"), ("nowhere", "nowhere", "nowhere"), ("folder", "empty", "expected"))),
     *(entry(f"resolution_{h}x{w}", [*TINY_TRAIN, "--model.resolution", str(h), str(w)], "model.resolution|height|width", str(bad))
@@ -318,6 +339,8 @@ COMMANDS = [
     entry("config_is_a_folder", ["train", "{bad}/empty"], "no config"),
     entry("config_is_text", ["train", "{bad}/plain.txt"], "no config"),
     entry("variant_unknown", "train toy:nosuch", "no variant 'nosuch'", "there are"),
+    entry("doctor_type", "doctor toy --run.steps many", "run.steps"),
+    entry("doctor_option", "doctor toy --dry-runs", "dry-runs"),
     entry("doctor_field", "doctor toy --prompts.group-size 1", "prompts.group_size = 1", "from 2"),
     *(entry(f"calibrate_{field}_{value}", ["calibrate", "toy", f"--calibration.{field}", value], f"calibration.{field} = ", said)
       for field, value, said in (
@@ -326,6 +349,9 @@ COMMANDS = [
           ("eps1", "-1", "at least 0"), ("eps1", "nan", "at least 0"), ("eps2", "nan", "at least 0"), ("eps2", "-0.1", "at least 0"),
           ("rest", "-1", "at least 0"), ("low", "-1", "at least 0"), ("low", "2", "smaller"), ("high", "nan", "smaller"),
           ("decided", "2", "between 0 and 1"), ("trajectories", "1", "below"), ("trajectories", "-3", "below"))),
+    *(entry(f"calibrate_model_{name}", ["calibrate", "scenes_preference", "--model.path", f"{{bad}}/{name}"], FOLDERS[name])
+      for name in ("nowhere", "cut_data", "missing_tensor", "other_family")),
+    entry("calibrate_reward", "calibrate toy --rewards nothing", "unknown reward 'nothing'"),
     entry("calibrate_sampler", "calibrate toy --exploration.sampler cps", "exploration.sampler", "psi"),
     entry("calibrate_group", "calibrate toy --prompts.group-size 0", "prompts.group_size = 0", "from 2"),
     *(entry(f"sample_{field}_{value}", [*SAMPLE, f"--{field.replace('_', '-')}", value], field, value)
@@ -359,8 +385,10 @@ COMMANDS = [
     entry("export_dtype", "export {bad}/run_of_nothing --out {new}/x --dtype int8", "dtype", "int8"),
     entry("export_no_out", "export {bad}/run_of_nothing", "out"),
     *(entry(f"prompts_check_{name}", ["prompts", "check", f"{{bad}}/{name}"], said) for name, said in PROMPTS),
-    *(entry(f"train_prompts_{name}", ["train", "scenes_preference", "--prompts.train", f"{{bad}}/{name}"], said)
+    *(entry(f"train_prompts_{name}", ["train", "scenes_preference", "--prompts.train", f"{{bad}}/{name}"], "prompts.train", said)
       for name, said in PROMPTS[:6]),
+    *(entry(f"calibrate_prompts_{name}", ["calibrate", "toy", "--prompts.train", f"{{bad}}/{name}"], "prompts.train", said)
+      for name, said in PROMPTS[:3]),
     entry("prompts_hub_form", "prompts check hf:", "hf:OWNER/NAME:SPLIT"),
     entry("prompts_geneval_negative", "prompts geneval --out {new}/p --train -1", "train = -1", "negative"),
     entry("prompts_ocr_negative", "prompts ocr --out {new}/p --train -1", "-1"),
@@ -382,7 +410,7 @@ COMMANDS = [
 ]  # fmt: skip
 
 TABLE = [
-    *(override(field, value, *([] if isinstance(value, str) else [str(value)]), said)
+    *(override(field, value, said)
       for field, values, said in NUMBERS for value in values),
     *(entry(f"type_{field}={value}", ["train", "toy", f"--{field}", *value.split()], field.split(".")[1].replace("_", "[-_]"))
       for field, value in WRONG_TYPES),
@@ -406,16 +434,39 @@ def run(argv: list[str]) -> int:
         return stop.code
 
 
+def counted(function: Callable, calls: list) -> Callable:
+    """The function, which notes its calls."""
+
+    def called(*args, **kwargs):
+        calls.append(function.__name__)
+        return function(*args, **kwargs)
+
+    return called
+
+
+def check_length(reason: str) -> None:
+    """One line, a box of tyro's, or a line with the list that it announces."""
+    lines = reason.strip().splitlines()
+    assert "Traceback" not in reason
+    assert len(lines) == 1 or lines[0].startswith("╭") or f"{lines[0]}\n".endswith(LISTS), reason
+    longest = LONGEST_LIST if "not the weights of this model" in reason else LONGEST
+    assert len(lines) <= BOX and max(map(len, lines)) <= longest, reason
+
+
 @pytest.mark.parametrize(("argv", "said"), TABLE)
-def test_bad_input_is_refused(bad, tmp_path, monkeypatch, capfd, argv, said):
+def test_bad_input_is_refused(bad, tmp_path, monkeypatch, capfd, request, argv, said):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "dont_write_bytecode", True)  # of config files
     argv = [part.replace("{bad}", str(bad)).replace("{new}", str(tmp_path)) for part in argv]
     before = snapshot(bad, tmp_path)
+    loads = []
+    for place, name in ((pipeline, "read_params"), (toy, "pretrained")):
+        monkeypatch.setattr(place, name, counted(getattr(place, name), loads))
     code = run(argv)
     reason = capfd.readouterr().err
     assert code == 2, (code, reason)
-    assert "Traceback" not in reason and len(reason) < LENGTH, reason
+    assert bool(loads) == (request.node.callspec.id in AFTER_LOADING)
+    check_length(reason.replace(str(bad), "").replace(str(tmp_path), ""))
     flat = re.sub(r"[\s│╭╮╰╯─]+", " ", reason)
     for pattern in said:
         assert re.search(pattern, flat), (pattern, flat)

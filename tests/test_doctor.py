@@ -31,7 +31,8 @@ def test_a_model_that_is_not_there_fails_and_the_other_checks_run(tmp_path, monk
     monkeypatch.chdir(tmp_path)
     assert cli.main(["doctor", "sd35_medium_pickscore", "--no-dry-run"]) == 1
     found = lines(capsys)
-    assert any(line.startswith("weights: 'stabilityai/stable-diffusion-3.5-medium' is not a folder here") for line in found["FAIL"])
+    missing = "weights: model.path: 'stabilityai/stable-diffusion-3.5-medium' is not a folder here"
+    assert any(line.startswith(missing) for line in found["FAIL"])
     assert any(line.startswith("prompts: ") for line in found["FAIL"])
     ok = "\n".join(found["ok"])
     assert "1152 trajectories, 12672 images scored, 63360 evaluations" in ok and "checkpoints of" in ok
@@ -50,7 +51,7 @@ def test_the_tiny_model_is_looked_at_tensor_by_tensor(capsys):
         (["--exploration.psi", "nowhere"], "grid: exploration.psi = nowhere"),
         (["--optimizer.updates", "7"], "batch: optimizer.updates = 7"),
         (["--run.workdir", "/dev/null/run"], "disk: run.workdir = /dev/null/run"),
-        (["--prompts.train", "nowhere.txt"], "prompts: prompts 'nowhere.txt'"),
+        (["--prompts.train", "nowhere.txt"], "prompts: prompts.train: prompts 'nowhere.txt'"),
     ],
 )
 def test_each_fault_is_named_by_its_check(arguments, line, capsys):
@@ -72,3 +73,10 @@ def test_noise_of_log_probs_is_held_against_the_clip_range(noise, status, monkey
 def test_a_field_out_of_range_is_bad_input(capsys):
     assert cli.main(["doctor", "toy", "--prompts.group-size", "1"]) == 2
     assert "prompts.group_size = 1" in capsys.readouterr().err
+
+
+def test_repeated_prompts_are_a_warning(tmp_path):
+    (path := tmp_path / "prompts.txt").write_text("a spot at the centre\n" * 3)
+    config = cli.load_config("toy")
+    config = dataclasses.replace(config, prompts=dataclasses.replace(config.prompts, train=str(path)))
+    assert ("warn", "prompts.train repeats 2 prompts, which are then drawn more often") in list(doctor.prompts(config))

@@ -175,8 +175,6 @@ def evaluate(args: Evaluate, task: Config | None, extra_rewards: dict[str, Rewar
         raise ValueError(f"out = {args.out}: {above[0]} is a file; name a folder")
     subject = find(args, task)
     config = subject.config
-    policy = policies.load(config)
-    sigmas = policies.sigmas(config, policy, args.steps)
     if args.adapter_steps is not None and subject.trained is None:
         raise ValueError("adapter_steps: the base model has no adapter; leave it out")
     prompts = prompt_lists.load(config.prompts.evaluation)
@@ -184,9 +182,13 @@ def evaluate(args: Evaluate, task: Config | None, extra_rewards: dict[str, Rewar
     if count > len(prompts.texts):
         raise ValueError(f"count = {count}: {config.prompts.evaluation} has {len(prompts.texts)} prompts; none is drawn twice")
     prompts = PromptSet(prompts.texts[:count], prompts.metadata[:count])
+    sources = _by_name(config.rewards)
+    for source in (source for name, source in sources.items() if name not in extra_rewards):
+        rewards.check_name(source)
+    policy = policies.load(config)
+    sigmas = policies.sigmas(config, policy, args.steps)
     for line in policy.truncated([*prompts.texts]):
         print(f"warning: {line}")
-    sources = _by_name(config.rewards)
     scorers = {name: extra_rewards.get(name) or rewards.load(source, config.reward_server) for name, source in sources.items()}
 
     # ------------------------------------------------------------------------------------------------- new, or to be continued
