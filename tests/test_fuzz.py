@@ -120,12 +120,16 @@ VALUES = st.one_of(
     st.integers(-(2**66), 2**66).map(str),
     st.floats().map(str),
     st.text(max_size=6),
-    st.sampled_from(("None", "", "nan", "-1", "k/0", "True")),
+    st.sampled_from(("None", "", "nan", "-1", "True")),
+)
+
+STEPS = st.builds(
+    "{}{}".format, st.sampled_from(("", "k/", "respaced ", "all")), st.sampled_from(("0", "00", "²", "-1", "9" * 99)) | VALUES
 )
 
 
-@settings(FUZZ, max_examples=60)
-@given(st.lists(st.tuples(st.sampled_from(FIELDS), VALUES), min_size=1, max_size=3))
+@settings(FUZZ, max_examples=400)
+@given(st.lists(st.tuples(st.sampled_from(FIELDS), VALUES) | st.tuples(st.just("--completion.steps"), STEPS), min_size=1, max_size=3))
 def test_overrides_of_a_config(given_values):
     arguments = [part for pair in given_values for part in pair]
     with contextlib.redirect_stderr(io.StringIO()), contextlib.redirect_stdout(io.StringIO()):
