@@ -31,3 +31,11 @@ def nan_checks():
     jax.config.update("jax_debug_nans", True)
     yield
     jax.config.update("jax_debug_nans", False)
+
+
+@pytest.fixture
+def plain_dispatch(request):
+    """Whole runs go without key-reuse checks, which dispatch every call through Python; tests named for them keep them."""
+    jax.config.update("jax_debug_key_reuse", "key_reuse" in request.node.name)
+    yield
+    jax.config.update("jax_debug_key_reuse", True)

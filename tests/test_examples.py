@@ -4,7 +4,6 @@ import runpy
 import sys
 from pathlib import Path
 
-import jax
 import numpy as np
 import pytest
 
@@ -13,12 +12,7 @@ from densegrpo_jax.train import metrics
 EXAMPLES = Path(__file__).parents[1] / "examples"
 
 
-@pytest.fixture(autouse=True)
-def plain_dispatch():
-    """Whole runs go without key-reuse checks, which dispatch every call through Python."""
-    jax.config.update("jax_debug_key_reuse", False)
-    yield
-    jax.config.update("jax_debug_key_reuse", True)
+pytestmark = pytest.mark.usefixtures("plain_dispatch")
 
 
 def test_every_example_is_run_here():

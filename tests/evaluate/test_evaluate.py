@@ -22,12 +22,7 @@ from densegrpo_jax.train.loop import train
 QUICK = {"prompts": "toy", "rewards": ("toy_spot", "brightness"), "images": 2, "steps": 4, "batch_size": 4}
 
 
-@pytest.fixture(autouse=True)
-def plain_dispatch():
-    """Whole runs go without key-reuse checks, which dispatch every call through Python."""
-    jax.config.update("jax_debug_key_reuse", False)
-    yield
-    jax.config.update("jax_debug_key_reuse", True)
+pytestmark = pytest.mark.usefixtures("plain_dispatch")
 
 
 def brightness(images, prompts, metadata):

@@ -17,12 +17,7 @@ from densegrpo_jax.train import checkpoint, metrics
 from densegrpo_jax.train.loop import train
 from tests.models.compare import drawn
 
-
-@pytest.fixture(autouse=True)
-def plain_dispatch():
-    jax.config.update("jax_debug_key_reuse", False)
-    yield
-    jax.config.update("jax_debug_key_reuse", True)
+pytestmark = pytest.mark.usefixtures("plain_dispatch")
 
 
 def write(folder, **changes):

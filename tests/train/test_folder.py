@@ -20,11 +20,7 @@ def folder(tmp_path_factory):
     return make_sd3_folder(tmp_path_factory.mktemp("sd3") / "model")
 
 
-@pytest.fixture(autouse=True)
-def plain_dispatch():
-    jax.config.update("jax_debug_key_reuse", False)
-    yield
-    jax.config.update("jax_debug_key_reuse", True)
+pytestmark = pytest.mark.usefixtures("plain_dispatch")
 
 
 def brightness(images, prompts, metadata):

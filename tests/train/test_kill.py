@@ -48,8 +48,8 @@ def finish(start, command, workdir, log):
         assert start(command, workdir, file).wait(timeout=500) == 0, log.read_text()[-3000:]
 
 
-def kill(start, command, workdir, log, watched, changes, delay) -> bool:
-    """Kills the command `delay` seconds after a file or folder was seen to change so many times; False: it ended before."""
+def kill(start, command, workdir, log, watched, changes, delay) -> None:
+    """Kills the command `delay` seconds after a file or folder was seen to change so many times."""
     with log.open("a") as file:
         process = start(command, workdir, file)
         before, seen = _look(workdir / watched), 0
@@ -59,7 +59,8 @@ def kill(start, command, workdir, log, watched, changes, delay) -> bool:
             time.sleep(0.001)
         time.sleep(delay if process.poll() is None else 0.0)
         process.send_signal(signal.SIGKILL)
-        return process.wait() == -signal.SIGKILL
+        code = process.wait()
+    assert code == -signal.SIGKILL, f"it ended before, with code {code} (0: too few steps): {log.read_text()[-3000:]}"
 
 
 def _look(path):
@@ -103,7 +104,7 @@ def test_killed_at_random_moments_the_same_command_ends_the_same(tmp_path, start
     finish(start, command, tmp_path / "whole", log)
     happened = []
     for watched, changes, delay in moments(seed=steps, count=kills):
-        assert kill(start, command, tmp_path / "parts", log, watched, changes, delay), f"too few steps for {kills} kills"
+        kill(start, command, tmp_path / "parts", log, watched, changes, delay)
         at = [r["step"] for r in metrics.read(tmp_path / "parts" / "metrics.jsonl")]
         assert at == list(range(len(at)))  # what a reader sees meanwhile
         left = sorted(p.name for p in (tmp_path / "parts").rglob(f"*{checkpoint.UNFINISHED}"))
@@ -120,7 +121,7 @@ def test_a_killed_calibration_ends_with_the_same_psi(tmp_path, start, kills):
     finish(start, command, tmp_path / "whole", log)
     rng = random.Random(kills)
     for _ in range(kills):
-        assert kill(start, command, tmp_path / "parts", log, "calibration/trace.jsonl", rng.randint(2, 3), 0.01 * rng.random())
+        kill(start, command, tmp_path / "parts", log, "calibration/trace.jsonl", rng.randint(2, 3), 0.01 * rng.random())
     finish(start, command, tmp_path / "parts", log)
     whole, parts = ((tmp_path / name / "calibration" / "psi.json").read_bytes() for name in ("whole", "parts"))
     assert whole == parts

@@ -14,6 +14,7 @@ from densegrpo_jax import cli
 from densegrpo_jax.train import cache, checkpoint, health, lock, loop, metrics, phases, report
 from densegrpo_jax.train import state as states
 from densegrpo_jax.train.loop import train
+from densegrpo_jax_configs.variants import change
 
 SMALL = {
     "prompts": {"per_step": 2, "group_size": 4},
@@ -24,20 +25,13 @@ SMALL = {
 }
 
 
-@pytest.fixture(autouse=True)
-def plain_dispatch():
-    """Whole runs go without key-reuse checks, which dispatch every call through Python."""
-    jax.config.update("jax_debug_key_reuse", False)
-    yield
-    jax.config.update("jax_debug_key_reuse", True)
+pytestmark = pytest.mark.usefixtures("plain_dispatch")
 
 
 def config(workdir, **sections):
     changes = {name: SMALL.get(name, {}) | sections.get(name, {}) for name in SMALL | sections}
     changes["run"] = changes["run"] | {"workdir": workdir}
-    base = cli.load_config("toy")
-    replaced = {k: dataclasses.replace(getattr(base, k), **v) for k, v in changes.items() if k != "rewards"}
-    return dataclasses.replace(base, **replaced, rewards=("own",))
+    return dataclasses.replace(change(cli.load_config("toy"), **changes), rewards=("own",))
 
 
 def spread(images, prompts, metadata):

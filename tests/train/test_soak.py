@@ -11,7 +11,9 @@ import pytest
 
 from densegrpo_jax.train import checkpoint, metrics
 from densegrpo_jax.train.loop import train
-from tests.train.test_recovery import config, plain_dispatch, spread  # noqa: F401  a fixture
+from tests.train.test_recovery import config, spread
+
+pytestmark = pytest.mark.usefixtures("plain_dispatch")
 
 STEPS, WARM = 300, 100
 

@@ -16,13 +16,7 @@ from densegrpo_jax.train import metrics, report
 from densegrpo_jax.train.loop import train
 from densegrpo_jax_configs.variants import VARIANTS
 
-
-@pytest.fixture(autouse=True)
-def plain_dispatch(request):
-    """Whole runs go without key-reuse checks, which dispatch every call through Python; one short run keeps them."""
-    jax.config.update("jax_debug_key_reuse", "key_reuse" in request.node.name)
-    yield
-    jax.config.update("jax_debug_key_reuse", True)
+pytestmark = pytest.mark.usefixtures("plain_dispatch")
 
 
 def config(workdir: Path, **sections):
