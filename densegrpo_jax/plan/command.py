@@ -14,6 +14,7 @@ from densegrpo_jax.plan.chips import Topology, topology
 from densegrpo_jax.plan.memory import Memory, gib, memory
 from densegrpo_jax.plan.recipe import Recipe
 from densegrpo_jax.plan.roofline import Phase, Settings, phases
+from densegrpo_jax_configs.variants import change, flow_grpo
 
 COLUMNS = ("1", "2", "3", "all")  # steps of a completion, as in the paper's table of GPU hours
 
@@ -75,10 +76,9 @@ def completions(recipe: Recipe, where: Topology, settings: Settings, efficiency:
     config, rows = recipe.config, []
     for steps in ("none", *COLUMNS):
         if steps == "none":
-            changed = dataclasses.replace(config, credit=dataclasses.replace(config.credit, method="flow_grpo", over=None))
+            changed = flow_grpo(config)
         else:
-            completion = dataclasses.replace(config.completion, steps=steps, solver="euler", tail="keep")
-            changed = dataclasses.replace(config, completion=completion)
+            changed = change(config, completion={"steps": steps, "solver": "euler", "tail": "keep"})
         other = recipes.with_config(recipe, changed)
         work = [phase for phase in phases(other, settings, where) if phase.name != "evaluation"]
         hours = sum(phase.seconds for phase in work) / efficiency * where.count / 3600
@@ -125,6 +125,8 @@ def _head(name: str, recipe: Recipe, settings: Settings, where: Topology) -> lis
         f"text encoders on the {settings.encoders}",
         f"            {flags(recipe, settings, where)}",
     ]
+    if where.count > 1 or settings.encoders != "device":
+        lines.append("            the trainer takes one device so far: it knows no --parallel options yet")
     if r.elsewhere:
         lines.append(f"not counted {', '.join(r.elsewhere)}: not scored on the chips, or of unknown size")
     return lines
