@@ -31,16 +31,12 @@ from densegrpo_jax import calibrate, cli, flow
 from densegrpo_jax.calibrate import Calibration
 from densegrpo_jax.config import Config
 from densegrpo_jax.train import calibration_report, loop, metrics, report
+from densegrpo_jax_configs.variants import change
 
 GRIDS = ("sd3", "uniform")
 SAMPLERS = {"flow_sde": 0.7, "cps": 0.7, "ddim_sde": 0.7}
 CREDIT = ("dense_grpo", "flow_grpo")
 NOISE = ("a = 0.7", "calibrated psi")
-
-
-def change(config: Config, **sections) -> Config:
-    """The config with fields of some sections replaced."""
-    return dataclasses.replace(config, **{name: dataclasses.replace(getattr(config, name), **fields) for name, fields in sections.items()})
 
 
 def base(args, grid: str, workdir: Path) -> Config:

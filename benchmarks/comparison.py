@@ -13,7 +13,6 @@ show   what the workdir holds: gains at equal updates and at equal time, mean ov
 """
 
 import argparse
-import dataclasses
 import json
 import math
 import os
@@ -191,7 +190,7 @@ def small(config: Config, quick: bool) -> Config:
     if not quick:
         return config
     evaluation = {"prompts": 4, "images_per_prompt": 2}
-    return dataclasses.replace(change(config, evaluation=evaluation, prompts={"per_step": 1, "group_size": 4}, optimizer={"updates": 1}))
+    return change(config, evaluation=evaluation, prompts={"per_step": 1, "group_size": 4}, optimizer={"updates": 1})
 
 
 def main():

@@ -96,7 +96,6 @@ def _calibrate(argv: list[str]) -> int:
         return 0
     default = calibrate.Command(load_config(argv[0]))
     command = tyro.cli(calibrate.Command, default=default, args=argv[1:], prog=f"densegrpo calibrate {argv[0]}")
-    calibrate.check(command.config, command.calibration)
     doctor.refuse(command.config, training=False)
     calibrate.main(command)
     return 0

@@ -36,6 +36,7 @@ from densegrpo_jax.rewards import known
 from densegrpo_jax.rewards.ocr import target_text
 from densegrpo_jax.train import metrics, phases
 from densegrpo_jax.train.psi import SAMPLERS
+from densegrpo_jax_configs.variants import change
 
 PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy", "safetensors", "transformers")
 GIB, FLOAT32 = 2**30, 4
@@ -244,7 +245,7 @@ def dry_run(config: Config) -> Found:
         yield "warn", f"{text}: set objective.recompute_old_log_prob, model.dtype float32 or a wider range"
     else:
         yield "ok", text
-    if any(sum(step["nonfinite"].values()) if isinstance(step.get("nonfinite"), dict) else 0 for step in steps):
+    if any(any(step["nonfinite"].values()) for step in steps):
         yield "FAIL", f"values that are not finite: {steps[-1]['nonfinite']}; try model.dtype float32 or less guidance"
 
 
@@ -413,14 +414,13 @@ def _place(workdir: Path) -> Path:
 def _small(config: Config, workdir: Path) -> Config:
     """Two steps of the run on one prompt, with the same programs otherwise."""
     group = min(config.prompts.group_size, 4)
-    change = dataclasses.replace
     return change(
         config,
-        prompts=change(config.prompts, per_step=1, group_size=group),
-        sampling=change(config.sampling, chunk=None),
-        optimizer=change(config.optimizer, updates=1, micro_batch=min(config.optimizer.micro_batch, group)),
-        evaluation=change(config.evaluation, every=0, prompts=1, images_per_prompt=1, final_prompts=0, collapse_contrast=0.0),
-        run=change(config.run, steps=2, workdir=workdir, save_every=2, report_every=0, wandb=False, compilation_cache=False),
+        prompts={"per_step": 1, "group_size": group},
+        sampling={"chunk": None},
+        optimizer={"updates": 1, "micro_batch": min(config.optimizer.micro_batch, group)},
+        evaluation={"every": 0, "prompts": 1, "images_per_prompt": 1, "final_prompts": 0, "collapse_contrast": 0.0},
+        run={"steps": 2, "workdir": workdir, "save_every": 2, "report_every": 0, "wandb": False, "compilation_cache": False},
     )
 
 

@@ -123,31 +123,11 @@ def from_folder(config: Config) -> Policy:
     configs = pipe.configs
     height, width = config.model.resolution or (pipeline.default_side(configs),) * 2
     shape = pipeline.latent_shape(configs, height, width)
-    network = pipe.params["transformer"]
-    model = pipeline.network(
-        configs,
-        pipe.dtype,
-        attention_impl=config.model.attention,
-        scan_unroll=config.model.scan_unroll,
-        remat=config.optimizer.remat,
-        lora_scale=lora_scale(config),
-    )
-    guided, cache = pipeline.needs_uncond(configs, config.sampling.guidance_scale), {}
+    network, cache = pipe.params["transformer"], {}
     if pipeline.few_steps(configs) and config.exploration.sampler not in REPLACING_SAMPLERS:
         raise ValueError(
             f"exploration.sampler = {config.exploration.sampler!r} reads a score from the velocity, which that of {config.model.path}, a "
             f"network distilled to few steps, does not have; choose one of {', '.join(REPLACING_SAMPLERS)}"
-        )
-
-    def velocity(params, trained, uncond):
-        bound = variables(config, params["network"], trained)
-        return pipeline.velocity(
-            model,
-            bound["params"],
-            bound.get("lora"),
-            uncond if guided else None,
-            config.sampling.guidance_scale,
-            config.objective.detach_uncond,
         )
 
     def encode(prompts):
@@ -167,7 +147,7 @@ def from_folder(config: Config) -> Policy:
 
     return Policy(
         params={"network": network, "decoder": pipe.params["vae"]},
-        velocity=velocity,
+        velocity=velocity_of(config, configs, pipe.dtype),
         decode=lambda params, latents: pipeline.decode(configs, params["decoder"], latents),
         encode=encode,
         truncated=lambda prompts: pipeline.truncated(pipe, prompts, config.model.max_sequence_length),
@@ -177,6 +157,40 @@ def from_folder(config: Config) -> Policy:
         start=start,
         name=f"{configs.family} from {config.model.path}",
     )
+
+
+def velocity_of(config: Config, configs, dtype: jnp.dtype) -> Callable[[dict, Any, Any], flow.solvers.Velocity]:
+    """`Policy.velocity` of a model folder's network, from its configs alone.
+
+    Args:
+      config: the run: guidance, adapter, attention, rematerialisation.
+      configs: of the folder (`families.Configs`).
+      dtype: of the network's weights and activations.
+    """
+    from densegrpo_jax import pipeline
+
+    model = pipeline.network(
+        configs,
+        dtype,
+        attention_impl=config.model.attention,
+        scan_unroll=config.model.scan_unroll,
+        remat=config.optimizer.remat,
+        lora_scale=lora_scale(config),
+    )
+    guided = pipeline.needs_uncond(configs, config.sampling.guidance_scale)
+
+    def velocity(params, trained, uncond):
+        bound = variables(config, params["network"], trained)
+        return pipeline.velocity(
+            model,
+            bound["params"],
+            bound.get("lora"),
+            uncond if guided else None,
+            config.sampling.guidance_scale,
+            config.objective.detach_uncond,
+        )
+
+    return velocity
 
 
 def shift(config: Config, policy: Policy) -> float:

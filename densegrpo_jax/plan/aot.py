@@ -23,6 +23,7 @@ from densegrpo_jax.plan.chips import Topology
 from densegrpo_jax.plan.recipe import Recipe, abstract_policy
 from densegrpo_jax.plan.roofline import Settings
 from densegrpo_jax.train import phases, state
+from densegrpo_jax_configs.variants import change
 
 PROGRAMS = ("sample", "decode", "recompute", "update")
 KINDS = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "collective-permute")
@@ -170,12 +171,11 @@ def build(name: str, recipe: Recipe, settings: Settings, devices: jax.sharding.M
 
 def _settled(recipe: Recipe, settings: Settings) -> tuple[Config, Any]:
     """The config with the settings in it, and its abstract policy."""
-    c = recipe.config
-    config = dataclasses.replace(
-        c,
-        model=dataclasses.replace(c.model, attention=settings.attention),
-        sampling=dataclasses.replace(c.sampling, chunk=settings.chunk, decode_chunk=settings.decode_chunk),
-        optimizer=dataclasses.replace(c.optimizer, micro_batch=settings.micro_batch, remat=settings.remat),
+    config = change(
+        recipe.config,
+        model={"attention": settings.attention},
+        sampling={"chunk": settings.chunk, "decode_chunk": settings.decode_chunk},
+        optimizer={"micro_batch": settings.micro_batch, "remat": settings.remat},
     )
     return config, abstract_policy(config, recipe.configs, recipe.latent)
 

@@ -137,23 +137,7 @@ def _schedule(config: Config, configs: Configs, latent: tuple[int, int, int]) ->
 def abstract_policy(config: Config, configs: Configs, latent: tuple[int, int, int]) -> Policy:
     """The policy of `policy.from_folder` without weights, text and tokenizers: what the phases are compiled with."""
     dtype = jnp.dtype(config.model.dtype)
-    model = pipeline.network(
-        configs,
-        dtype,
-        attention_impl=config.model.attention,
-        scan_unroll=config.model.scan_unroll,
-        remat=config.optimizer.remat,
-        lora_scale=policy.lora_scale(config),
-    )
-    guided = pipeline.needs_uncond(configs, config.sampling.guidance_scale)
     kept = {"network": ("transformer", dtype), "decoder": ("vae", jnp.float32)}
-
-    def velocity(params, trained, uncond):
-        bound = policy.variables(config, params["network"], trained)
-        return pipeline.velocity(
-            model, bound["params"], bound.get("lora"), uncond if guided else None, config.sampling.guidance_scale,
-            config.objective.detach_uncond,
-        )  # fmt: skip
 
     def of_type(tree, dtype):
         return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, dtype), tree)
@@ -162,7 +146,7 @@ def abstract_policy(config: Config, configs: Configs, latent: tuple[int, int, in
     targets = config.adapter.targets or lora.ATTENTION_TARGETS
     return Policy(
         params=params,
-        velocity=velocity,
+        velocity=policy.velocity_of(config, configs, dtype),
         decode=lambda params, latents: pipeline.decode(configs, params["decoder"], latents),
         encode=_nothing,
         truncated=_nothing,
