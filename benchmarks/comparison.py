@@ -1,7 +1,7 @@
 """Credit methods on the preference task of the tiny world, at equal updates and at equal time.
 
     python benchmarks/comparison.py tune|time|train|show [--arms NAME ...] [--seeds 0 1 2] [--workdir DIR] [--quick]
-    python benchmarks/comparison.py show --json PATH --picture PATH
+    python benchmarks/comparison.py show --picture PATH
 
 Every arm is `densegrpo train scenes_preference` with one thing changed, so a killed run continues where it was, and several of these
 commands may share a workdir if each takes other arms or seeds.
@@ -9,7 +9,8 @@ commands may share a workdir if each takes other arms or seeds.
 tune   every arm at the same learning rates, the same number of steps, on a seed of its own; LEARNING_RATES holds the best of each.
 time   a few steps of every arm, in turns on the same cores: seconds a step (sampling, scoring, updates; no compilation, no evaluation).
 train  every arm and seed at its rate, for as long as the slowest arm takes for `--steps`: faster arms do more steps.
-show   what the workdir holds: gains at equal updates and at equal time, mean over seeds and its standard error.
+show   gains at equal updates and at equal time, mean over seeds and its standard error; the record (--json) is brought up to date with
+       what the workdir holds. Arms and times that the workdir does not have are those of the record.
 """
 
 import argparse
@@ -37,6 +38,7 @@ ARMS = {  # arm -> variants of scenes_preference
 LEARNING_RATES = {"flow_grpo": 1e-3, "dense_reward": 5e-4, "dense_grpo, n = k": 2e-3, "dense_grpo, n = 3": 4e-3}
 TUNED_OVER = (5e-4, 1e-3, 2e-3, 4e-3)
 TUNING_SEED = 100
+RECORD = Path(__file__).resolve().parents[1] / "docs" / "comparison.json"
 EVALUATED = (256, 6)  # held-out prompts, images of each: 1536
 
 
@@ -68,14 +70,14 @@ def gains_of(workdir: Path) -> dict | None:
     return {"done": [r["done"] for r in records], "base": base, "gains": gains}
 
 
-def seconds_of(workdir: Path) -> dict[str, float]:
-    """Arm -> seconds a step, of the arms that were timed."""
+def seconds_of(workdir: Path, record: dict) -> dict[str, float]:
+    """Arm -> seconds a step: as timed in the workdir, or of the record if nothing was timed there."""
     found = {}
     for arm in ARMS:
         steps = [s for path in sorted(workdir.glob(f"time-{name_of(arm)}-*")) for s in metrics.read(path / "metrics.jsonl")[1:]]
         if steps:
             found[arm] = float(np.median([s["seconds"] for s in steps]))  # without the first step of each run, which compiles
-    return found
+    return found or record.get("seconds_per_step", {})
 
 
 def at(run: dict, reward: str, steps: float) -> float | None:
@@ -144,11 +146,11 @@ def time(args) -> None:
         for arm in args.arms:
             steps, workdir = 2 if args.quick else 6, args.workdir / f"time-{name_of(arm)}-{turn}"
             train(small(configured(arm, TUNING_SEED, LEARNING_RATES[arm], steps, 0, workdir), args.quick))
-    print(seconds_of(args.workdir))
+    print(seconds_of(args.workdir, {}))
 
 
 def train_all(args) -> None:
-    seconds = seconds_of(args.workdir)
+    seconds = seconds_of(args.workdir, recorded(args))
     if missing := [arm for arm in ARMS if arm not in seconds]:
         raise SystemExit(f"no seconds a step of {', '.join(missing)} in {args.workdir}: run `{Path(__file__).name} time` first")
     for seed in args.seeds:
@@ -159,31 +161,33 @@ def train_all(args) -> None:
             train(small(config, args.quick))
 
 
+def recorded(args) -> dict:
+    """What --json holds from before."""
+    return json.loads(args.json.read_text()) if args.json.exists() else {}
+
+
 def show(args) -> None:
-    seconds, runs, tuned = seconds_of(args.workdir), {}, {}
+    record = recorded(args)
+    seconds, runs, tuned = seconds_of(args.workdir, record), record.get("runs", {}), record.get("tuned", {})
     for arm in ARMS:
-        found = [gains_of(path) for path in sorted(args.workdir.glob(f"{name_of(arm)}-[0-9]*"))]
-        if found := [run for run in found if run]:
-            runs[arm] = found
-        tried = {rate: gains_of(args.workdir / f"tune-{name_of(arm)}-{rate:g}") for rate in TUNED_OVER}
-        tuned[arm] = {f"{rate:g}": run for rate, run in tried.items() if run}
-    for arm, tried in tuned.items():
-        for rate, run in tried.items():
+        found = {path.name.rpartition("-")[2]: gains_of(path) for path in sorted(args.workdir.glob(f"{name_of(arm)}-[0-9]*"))}
+        runs[arm] = runs.get(arm, {}) | {seed: run for seed, run in found.items() if run}
+        tried = {f"{rate:g}": gains_of(args.workdir / f"tune-{name_of(arm)}-{rate:g}") for rate in TUNED_OVER}
+        tuned[arm] = tuned.get(arm, {}) | {rate: run for rate, run in tried.items() if run}
+        for rate, run in tuned[arm].items():
             print(f"{arm:<24} lr {rate:<7}" + "".join(f" {name} {g[-1][0]:+.3f} ± {g[-1][1]:.3f} " for name, g in run["gains"].items()))
-    if not runs:
-        return
-    budget = args.steps * max(seconds.values())
-    print(summarise(runs, LEARNING_RATES, seconds, args.steps, budget))
-    if args.picture:
-        draw(runs, seconds, args.picture)
-    if args.json:
-        packages = {name: version(name) for name in ("jax", "flax", "optax", "densegrpo_jax")}
-        record = {
-            "runs": runs, "tuned": tuned, "learning_rates": LEARNING_RATES, "seconds_per_step": seconds,
-            "steps": args.steps, "budget_s": budget, "images": EVALUATED[0] * EVALUATED[1],
-            "cores": len(os.sched_getaffinity(0)), "python": platform.python_version(), "packages": packages,
-        }  # fmt: skip
-        args.json.write_text(json.dumps(record, indent=1) + "\n")
+    packages = {name: version(name) for name in ("jax", "flax", "optax", "densegrpo_jax")}
+    budget = args.steps * max(seconds.values(), default=0.0)
+    record |= {
+        "runs": runs, "tuned": tuned, "learning_rates": LEARNING_RATES, "seconds_per_step": seconds,
+        "steps": args.steps, "budget_s": budget, "images": EVALUATED[0] * EVALUATED[1],
+        "cores": len(os.sched_getaffinity(0)), "python": platform.python_version(), "packages": packages,
+    }  # fmt: skip
+    args.json.write_text(json.dumps(record) + "\n")
+    if there := {arm: list(of.values()) for arm, of in runs.items() if of and arm in seconds}:
+        print(summarise(there, LEARNING_RATES, seconds, args.steps, budget))
+        if args.picture:
+            draw(there, seconds, args.picture)
 
 
 def small(config: Config, quick: bool) -> Config:
@@ -201,7 +205,7 @@ def main():
     parser.add_argument("--steps", type=int, help="steps of the slowest arm; tune: of every arm (default 40; tune 30)")
     parser.add_argument("--every", type=int, default=20, help="steps between evaluations")
     parser.add_argument("--workdir", type=Path, default=Path("runs/comparison"))
-    parser.add_argument("--json", type=Path)
+    parser.add_argument("--json", type=Path, default=RECORD, help="the record")
     parser.add_argument("--picture", type=Path)
     parser.add_argument("--quick", action="store_true", help="two steps each, one seed, few images: does it run?")
     args = parser.parse_args()

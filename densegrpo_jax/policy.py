@@ -124,6 +124,7 @@ def from_folder(config: Config) -> Policy:
     height, width = config.model.resolution or (pipeline.default_side(configs),) * 2
     shape = pipeline.latent_shape(configs, height, width)
     network, cache = pipe.params["transformer"], {}
+    velocity = velocity_of(config, configs, pipe.dtype)
     if pipeline.few_steps(configs) and config.exploration.sampler not in REPLACING_SAMPLERS:
         raise ValueError(
             f"exploration.sampler = {config.exploration.sampler!r} reads a score from the velocity, which that of {config.model.path}, a "
@@ -147,7 +148,7 @@ def from_folder(config: Config) -> Policy:
 
     return Policy(
         params={"network": network, "decoder": pipe.params["vae"]},
-        velocity=velocity_of(config, configs, pipe.dtype),
+        velocity=velocity,
         decode=lambda params, latents: pipeline.decode(configs, params["decoder"], latents),
         encode=encode,
         truncated=lambda prompts: pipeline.truncated(pipe, prompts, config.model.max_sequence_length),
