@@ -16,6 +16,7 @@ from densegrpo_jax.calibrate import Calibration, Figure
 from densegrpo_jax.flow import calibration
 from densegrpo_jax.scenes import toy
 from densegrpo_jax.train import calibration_report, loop, metrics, phases, psi
+from densegrpo_jax_configs.variants import change
 
 T = 4
 SIGMAS = flow.sd3_sigmas(T)
@@ -262,7 +263,7 @@ def test_a_broken_psi_file_is_named(tmp_path, calibrated, change, reason):
         psi.read(path)
 
 
-def test_a_run_keeps_its_psi_and_counts_steps_without_gains(tmp_path, calibrated):
+def test_a_run_keeps_its_psi_and_counts_steps_without_gains(tmp_path, calibrated, capsys):
     path, workdir = tmp_path / "psi.json", tmp_path / "run"
     path.write_bytes(calibrated.read_bytes())
 
@@ -272,6 +273,7 @@ def test_a_run_keeps_its_psi_and_counts_steps_without_gains(tmp_path, calibrated
         loop.train(changed, extra_rewards={"same": lambda images, prompts, metadata: np.zeros(len(images))})
 
     train(1)
+    assert "was calibrated with rewards = ['toy_spot'], and this run has ['same']" in capsys.readouterr().out
     assert (workdir / "psi.json").read_bytes() == path.read_bytes()
     path.write_text(json.dumps(json.loads(path.read_text()) | {"multiplier": [0.5] * T, "psi": (0.5 * flow.flow_scale(SIGMAS)).tolist()}))
     with pytest.raises(ValueError, match="has changed since this run began"):
@@ -282,9 +284,10 @@ def test_a_run_keeps_its_psi_and_counts_steps_without_gains(tmp_path, calibrated
     assert quiet == [[1, 1, 1, 0], [2, 2, 2, 0], [3, 3, 3, 0]]  # the count went on with the run
 
 
-def test_psi_files_that_ship_are_whole_and_found_by_name():
+def test_psi_files_that_ship_are_whole_found_by_name_and_made_for_the_config_of_that_name():
     for path in psi.PACKAGED.glob("*.json"):
-        found = psi.read(path.relative_to(psi.PACKAGED).with_suffix(""))
+        found = psi.read(Path(path.stem))
+        assert psi.strange(change(cli.load_config(path.stem), exploration={"psi": Path(path.stem)})) == []
         assert found.calibrated.any() and "/" not in json.loads(path.read_text())["settings"]["model"]["path"]
     with pytest.raises(ValueError, match="nothing: there is no such file, and the psi files that ship are"):
         psi.find(Path("nothing"))

@@ -87,6 +87,8 @@ def _run(
     if checkpoint.primary():  # of several processes of one run
         opened.enter_context(lock.held(workdir))
     checkpoint.settle_config(config)
+    for line in psi.strange(config):
+        print(f"warning: {line}")
     config = psi.adopt(config)
     opened.enter_context(cache.under(workdir if config.run.compilation_cache else None))
     state = checkpoint.restore(config, states.init(config, policy.start()))

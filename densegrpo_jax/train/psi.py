@@ -102,6 +102,24 @@ def noise_level(source: Path, sampler: str, sigmas: np.ndarray, trained: np.ndar
     return getattr(found, SAMPLERS[sampler])
 
 
+def strange(config: Config) -> list[str]:
+    """What a psi file was calibrated with and this run does not have, a line each: model, rewards, guidance. The levels still fit the grid,
+    but the balance that they were sought for is another's. A file that says nothing of it is taken as it is."""
+    if config.exploration.psi is None:
+        return []
+    said = json.loads(find(config.exploration.psi).read_text()).get("settings", {})
+    pairs = {
+        "model.path": (said.get("model", {}).get("path"), config.model.path),
+        "rewards": (said.get("rewards"), list(config.rewards)),
+        "sampling.guidance_scale": (said.get("sampling", {}).get("guidance_scale"), config.sampling.guidance_scale),
+    }
+    return [
+        f"exploration.psi = {config.exploration.psi} was calibrated with {name} = {theirs}, and this run has {ours}"
+        for name, (theirs, ours) in pairs.items()
+        if theirs is not None and theirs != ours
+    ]
+
+
 def write(path: Path, values: dict[str, Any]) -> None:
     """Writes a file, one entry a line, whole or not at all."""
     files.write(path, "{\n" + ",\n".join(f" {json.dumps(name)}: {json.dumps(value)}" for name, value in values.items()) + "\n}\n")
