@@ -19,7 +19,7 @@ from tests.train.test_recovery import config, spread
 
 STEPS, WARM = 300, 100
 ALLOCATOR = {"GLIBC_TUNABLES": "glibc.malloc.arena_max=1"}
-"""As the launch scripts set it. With an arena for each thread, what the threads of the checkpoint writer leave free between blocks in use
+"""As the quickstart sets it. With an arena for each thread, what the threads of the checkpoint writer leave free between blocks in use
 adds up to some 20 MB over the first fifty checkpoints, and a slope would measure that."""
 
 
