@@ -181,6 +181,16 @@ class Optimizer:
 
 
 @dataclass(frozen=True)
+class Parallel:
+    devices: int | None = None
+    """Devices of this machine that take part; all by default. They share the trajectories evenly."""
+    fsdp: int = 1
+    """Devices that share the frozen weights, gathering them layer by layer, instead of a copy each; for what does not fit one."""
+    encoders: Literal["device", "host"] = "device"
+    """Where the text encoders wait: "host" brings them to the device for new prompts only."""
+
+
+@dataclass(frozen=True)
 class Evaluation:
     every: int = 10
     """Training steps between evaluations; 0 for none."""
@@ -219,6 +229,8 @@ class Run:
     """The run stops after so many updates in a row that were left out because their gradient is not finite; 0 for never."""
     report_every: int = 10
     """Training steps between rewrites of report.html; 0 for only at the end."""
+    profile: int = 0
+    """Trace so many steps after the first into workdir/profile, for xprof or TensorBoard."""
     wandb: bool = False
     """Log to Weights & Biases as well (extra `wandb`)."""
 
@@ -237,6 +249,7 @@ class Config:
     objective: Objective = field(default_factory=Objective)
     adapter: Adapter = field(default_factory=Adapter)
     optimizer: Optimizer = field(default_factory=Optimizer)
+    parallel: Parallel = field(default_factory=Parallel)
     evaluation: Evaluation = field(default_factory=Evaluation)
     run: Run = field(default_factory=Run)
 
@@ -304,6 +317,8 @@ RANGES = {
     "optimizer.updates": (1, 10**6),
     "optimizer.micro_batch": (1, 10**9),
     "optimizer.ema_decay": (0, 0.99999999),
+    "parallel.devices": (1, 10**6),
+    "parallel.fsdp": (1, 10**6),
     "evaluation.every": (0, 10**9),
     "evaluation.num_steps": (1, 1000),
     "evaluation.images_per_prompt": (1, 10**6),
@@ -318,6 +333,7 @@ RANGES = {
     "run.keep": (1, 10**6),
     "run.max_nonfinite": (0, 10**9),
     "run.report_every": (0, 10**9),
+    "run.profile": (0, 1000),
 }
 """Lowest and highest value of the fields that are numbers, both allowed."""
 
@@ -391,24 +407,34 @@ def check(config: Config, trained_steps: int, devices: int = 1) -> None:
         valid = [n for n in range(1, 129) if n * g % devices == 0][:6]
         raise ValueError(
             f"prompts.per_step = {p} with groups of {g} gives {batch} trajectories, which {devices} devices do not share evenly; "
-            f"choose per_step from {valid}, ..."
+            f"choose per_step from {valid}, ..., or another number for parallel.devices"
         )
     chunk = config.sampling.chunk
-    if chunk is not None and (chunk < 1 or batch % chunk):
-        valid = [n for n in range(1, batch + 1) if batch % n == 0]
-        raise ValueError(f"sampling.chunk = {chunk} does not divide the {batch} trajectories of a step; choose one of {valid}")
+    if chunk is not None and (batch % chunk or chunk % devices):
+        valid = [n for n in range(devices, batch + 1, devices) if batch % n == 0]
+        shared = f" into parts that {devices} devices share evenly" if devices > 1 else ""
+        raise ValueError(f"sampling.chunk = {chunk} does not divide the {batch} trajectories of a step{shared}; choose one of {valid}")
     by_trajectory = config.optimizer.minibatch == "trajectories"
     units = batch if by_trajectory else batch * trained_steps
     if units % config.optimizer.updates:
         what = "trajectories" if by_trajectory else f"(step, trajectory) pairs of {trained_steps} trained steps"
         valid = [u for u in range(1, 65) if units % u == 0]
         raise ValueError(f"optimizer.updates = {config.optimizer.updates} does not divide the {units} {what}; choose one of {valid}")
+    pairs = batch * trained_steps
+    if pairs // config.optimizer.updates % devices:
+        valid = [u for u in range(1, 65) if units % u == 0 and pairs // u % devices == 0]
+        raise ValueError(
+            f"optimizer.updates = {config.optimizer.updates} leaves {pairs // config.optimizer.updates} pairs an update, which {devices} "
+            f"devices do not share evenly; choose one of {valid}"
+        )
 
 
-def micro_batch(config: Config, trained_steps: int) -> int:
-    """The largest number of pairs, at most `optimizer.micro_batch`, that divides an update's share."""
+def micro_batch(config: Config, trained_steps: int, devices: int = 1) -> int:
+    """The largest number of pairs, at most `optimizer.micro_batch`, that divides an update's share and that the devices share evenly; one
+    pair a device where they are more."""
     share = batch_size(config) * trained_steps // config.optimizer.updates
-    return max(m for m in range(1, min(config.optimizer.micro_batch, share) + 1) if share % m == 0)
+    most = max(min(config.optimizer.micro_batch, share), devices)
+    return max(m for m in range(devices, most + 1, devices) if share % m == 0)
 
 
 def to_json(config: Config) -> dict:

@@ -22,7 +22,7 @@ import jax.numpy as jnp
 import numpy as np
 import tyro
 
-from densegrpo_jax import pipeline, rewards
+from densegrpo_jax import parallel, pipeline, rewards
 from densegrpo_jax import policy as policies
 from densegrpo_jax import prompts as prompt_lists
 from densegrpo_jax.config import Config, batch_size, check, check_fields, micro_batch, reward_sources, reward_weights
@@ -114,7 +114,7 @@ def refuse(config: Config, training: bool = True) -> None:
     _place(config.run.workdir)
     if training:
         outline, tables = _grid(config)
-        check(config, int(tables.trained.sum()))
+        check(config, int(tables.trained.sum()), parallel.count(config.parallel))
     if config.model.path != "toy":
         collections.deque(_complete(config), maxlen=0)
     if training:
@@ -188,9 +188,10 @@ def grid(config: Config) -> Found:
 
 def batch(config: Config) -> Found:
     _, tables = _grid(config)
-    check(config, steps := int(tables.trained.sum()))
+    devices = parallel.count(config.parallel)
+    check(config, steps := int(tables.trained.sum()), devices)
     price = cost(config.sampling.num_steps, tables.scheme, tile=config.completion.tile, tail=config.completion.tail)
-    trajectories, size, updates = batch_size(config), micro_batch(config, steps), config.optimizer.updates
+    trajectories, size, updates = batch_size(config), micro_batch(config, steps, devices), config.optimizer.updates
     images = trajectories * (len(tables.scheme) + 1)
     share = trajectories * steps // updates
     work = f"{images} images scored, {trajectories * price.evaluations} evaluations of the network"

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from densegrpo_jax import flow
+from densegrpo_jax import flow, parallel
 from densegrpo_jax.config import Config
 from densegrpo_jax.models import lora
 
@@ -46,9 +46,9 @@ class Policy(NamedTuple):
     name: str
 
 
-def load(config: Config) -> Policy:
-    """The policy that `config.model` names."""
-    return toy(config) if config.model.path == "toy" else from_folder(config)
+def load(config: Config, mesh: jax.sharding.Mesh | None = None) -> Policy:
+    """The policy that `config.model` names, its weights on the mesh of the run, or on one device."""
+    return toy(config, mesh) if config.model.path == "toy" else from_folder(config, mesh)
 
 
 def folder(path: str) -> str:
@@ -81,7 +81,7 @@ def lora_scale(config: Config) -> float:
     return config.adapter.alpha / config.adapter.rank if config.adapter.rank else 1.0
 
 
-def toy(config: Config) -> Policy:
+def toy(config: Config, mesh: jax.sharding.Mesh | None = None) -> Policy:
     """The 8x8 toy, pretrained on the spot (a few seconds)."""
     from densegrpo_jax.models.mlp import ToyNetwork
     from densegrpo_jax.scenes import toy as world
@@ -90,7 +90,7 @@ def toy(config: Config) -> Policy:
         raise ValueError(f"sampling.guidance_scale = {config.sampling.guidance_scale}: the toy has no unconditional branch; use 1.0")
     if config.adapter.start is not None:
         raise ValueError(f"adapter.start = {config.adapter.start}: the toy starts from its own weights; leave it unset")
-    network = world.pretrained()
+    network = parallel.shared(mesh, world.pretrained())
     model = ToyNetwork(len(world.PROMPTS), lora_scale=lora_scale(config))
 
     def velocity(params, trained, uncond):
@@ -114,12 +114,18 @@ def toy(config: Config) -> Policy:
     )
 
 
-def from_folder(config: Config) -> Policy:
+def from_folder(config: Config, mesh: jax.sharding.Mesh | None = None) -> Policy:
     """A diffusers folder: networks, tokenizers and schedule from disk, prompts encoded once and cached."""
     from densegrpo_jax import pipeline
     from densegrpo_jax.models import adapter
 
-    pipe = pipeline.load(folder(config.model.path), jnp.dtype(config.model.dtype), variant=config.model.variant)
+    def place(component, shapes):  # the autoencoder is small
+        return parallel.spread(mesh, shapes) if component != "vae" else jax.sharding.NamedSharding(mesh, jax.P())
+
+    path, dtype = folder(config.model.path), jnp.dtype(config.model.dtype)
+    pipe = pipeline.load(path, dtype, variant=config.model.variant, sharding=place if mesh else None)
+    if config.parallel.encoders == "host":
+        pipe.params.update({name: jax.device_get(tree) for name, tree in pipe.params.items() if name.startswith("text_encoder")})
     configs = pipe.configs
     height, width = config.model.resolution or (pipeline.default_side(configs),) * 2
     shape = pipeline.latent_shape(configs, height, width)

@@ -39,3 +39,12 @@ def plain_dispatch(request):
     jax.config.update("jax_debug_key_reuse", "key_reuse" in request.node.name)
     yield
     jax.config.update("jax_debug_key_reuse", True)
+
+
+@pytest.fixture(autouse=True)
+def one_device(request, monkeypatch):
+    """Runs take one of the eight devices, except in tests of meshes."""
+    if not request.node.get_closest_marker("mesh"):
+        from densegrpo_jax.parallel import mesh
+
+        monkeypatch.setattr(mesh, "available", lambda: jax.devices()[:1])

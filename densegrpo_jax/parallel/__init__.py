@@ -1,1 +1,10 @@
-""""""
+"""Floor 2: the devices of a run as a mesh, and where its arrays lie on it.
+
+Trajectories, and whatever has one entry for each, are spread over all devices. Frozen weights are copied, or shared by `fsdp` devices each;
+the adapter, the optimiser and the average are copied. The compiler does the rest: programs are written for the whole batch.
+"""
+
+from densegrpo_jax.parallel.mesh import count, make
+from densegrpo_jax.parallel.placing import everywhere, over_rows, shared, spread
+
+__all__ = ["count", "everywhere", "make", "over_rows", "shared", "spread"]

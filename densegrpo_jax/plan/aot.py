@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from densegrpo_jax import flow
+from densegrpo_jax import flow, parallel
 from densegrpo_jax.config import Config, batch_size
 from densegrpo_jax.families import Conditioning, Configs
 from densegrpo_jax.plan.chips import Topology
@@ -125,17 +125,14 @@ def build(name: str, recipe: Recipe, settings: Settings, devices: jax.sharding.M
     def array(shape, *spec, dtype=jnp.float32):
         return jax.ShapeDtypeStruct(shape, dtype, sharding=shard(devices, jax.P(*spec)))
 
-    def spread(leaf):  # over fsdp: the longest side that is not the stack of layers
-        sides = [(n, i) for i, n in enumerate(leaf.shape) if n % settings.fsdp == 0 and not (i == 0 and leaf.ndim > 2)]
-        spec = [None] * leaf.ndim
-        if settings.fsdp > 1 and sides and leaf.ndim > 1:
-            spec[max(sides)[1]] = "fsdp"
-        return array(leaf.shape, *spec, dtype=leaf.dtype)
+    def placed(leaf, place):
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place)
 
     def replicated(tree):
-        return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=everywhere), tree)
+        return jax.tree.map(lambda leaf: placed(leaf, everywhere), tree)
 
-    params = {"network": jax.tree.map(spread, policy.params["network"]), "decoder": replicated(policy.params["decoder"])}
+    network = policy.params["network"]
+    params = {"network": jax.tree.map(placed, network, parallel.spread(devices, network)), "decoder": replicated(policy.params["decoder"])}
     transformer, dtype = recipe.configs.transformer, jnp.dtype(config.model.dtype)
 
     def text(count):
@@ -150,7 +147,7 @@ def build(name: str, recipe: Recipe, settings: Settings, devices: jax.sharding.M
         ids = array((count,), rows, dtype=jnp.int32)
         return phases.make_sample(config, policy, recipe.tables), (params, trained, text(P), uncond, integer, ids, ids)
     if name == "decode":
-        return phases.make_decode(config, policy), (params, array((recipe.images, *recipe.latent), rows))
+        return phases.make_decode(config, policy, devices.size), (params, array((recipe.images, *recipe.latent), rows))
 
     def per_step(count):
         return array((count, B, *recipe.latent), None, rows)

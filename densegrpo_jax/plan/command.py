@@ -26,8 +26,8 @@ class Plan:
     config: Annotated[Config, tyro.conf.arg(name="")]
     topology: str = "v5e:4x4"
     """Chips and their arrangement: v5e:4x4, v6e:2x4, v4:2x2x2, v5p:2x2x1, h100:8, h200:1, a100-80:8."""
-    fsdp: int = 1
-    """Chips that share the frozen weights; they gather them layer by layer."""
+    fsdp: int | None = None
+    """Chips that share the frozen weights, which they gather layer by layer; the config's `parallel.fsdp` by default."""
     search: bool = False
     """Choose fsdp and the chunk sizes: the fastest that fit."""
     efficiency: float = 0.4
@@ -45,7 +45,8 @@ def main(command: Plan, name: str = "") -> int:
     if not 0.0 < command.efficiency <= 1.0:
         raise ValueError(f"efficiency = {command.efficiency}: a part of the roofline's speed, above 0 and at most 1")
     where, recipe = topology(command.topology), recipes.read(command.config)
-    settings = search.search(recipe, where) if command.search else search.configured(recipe, where, command.fsdp)
+    fsdp = command.config.parallel.fsdp if command.fsdp is None else command.fsdp
+    settings = search.search(recipe, where) if command.search else search.configured(recipe, where, fsdp)
     steps, needed = phases(recipe, settings, where), memory(recipe, settings, where)
     print("\n".join([*_head(name, recipe, settings, where), "", *_phases(recipe, steps, needed, where), "", *_memory(needed, where)]))
     if not search.fits(needed, where):
@@ -125,8 +126,8 @@ def _head(name: str, recipe: Recipe, settings: Settings, where: Topology) -> lis
         f"text encoders on the {settings.encoders}",
         f"            {flags(recipe, settings, where)}",
     ]
-    if where.count > 1 or settings.encoders != "device":
-        lines.append("            the trainer takes one device so far: it knows no --parallel options yet")
+    if where.hosts > 1:
+        lines.append(f"            the trainer takes the devices of one machine so far, and these are in {where.hosts}")
     if r.elsewhere:
         lines.append(f"not counted {', '.join(r.elsewhere)}: not scored on the chips, or of unknown size")
     return lines

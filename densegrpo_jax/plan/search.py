@@ -10,6 +10,8 @@ from densegrpo_jax.plan.chips import Topology
 from densegrpo_jax.plan.memory import SAFETY, Memory, gib, memory
 from densegrpo_jax.plan.recipe import Recipe
 from densegrpo_jax.plan.roofline import Settings, phases
+from densegrpo_jax.train.phases import decode_size
+from densegrpo_jax_configs.variants import change
 
 ENOUGH_ROWS = 4  # a chip has fewer at a time only where more do not fit: the roofline does not see that small products are slow
 ROWS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)  # per chip; beyond, arithmetic no longer gains from more
@@ -32,23 +34,14 @@ def configured(recipe: Recipe, topology: Topology, fsdp: int) -> Settings:
       ValueError: they cannot be spread evenly over the chips; says which, and what can.
     """
     config, n = recipe.config, topology.count
-    check(config, recipe.trained_steps, devices=n)
+    try:
+        check(config, recipe.trained_steps, devices=n)
+    except ValueError as error:
+        raise ValueError(f"{error}, or have settings chosen with --search") from error
     if fsdp < 1 or n % fsdp:
         raise ValueError(f"fsdp = {fsdp} does not divide the {n} chips of {topology.name}; choose one of {divisors(n)}")
-    images = recipe.images
     chunk = config.sampling.chunk or batch_size(config)
-    micro = micro_batch(config, recipe.trained_steps)
-    decode = max(d for d in range(1, min(config.sampling.decode_chunk, images) + 1) if images % d == 0)
-    for name, value, whole in (
-        ("sampling.chunk", chunk, batch_size(config)),
-        ("optimizer.micro_batch", micro, share(config, recipe.trained_steps)),
-        ("sampling.decode_chunk", decode, images),
-    ):
-        if value % n:
-            raise ValueError(
-                f"{name} = {value} cannot be spread evenly over the {n} chips of {topology.name}; choose one of {shared_evenly(whole, n)}, "
-                "or have settings chosen with --search"
-            )
+    micro, decode = micro_batch(config, recipe.trained_steps, n), decode_size(config, recipe.images, n)
     return Settings(fsdp, chunk, micro, decode, config.optimizer.remat, attentions(recipe, topology)[0])
 
 
@@ -78,7 +71,7 @@ def search(recipe: Recipe, topology: Topology) -> Settings:
       ValueError: nothing fits; says how many bytes the leanest settings are over, and what would help.
     """
     config, n = recipe.config, topology.count
-    check(config, recipe.trained_steps, devices=n)
+    check(change(config, sampling={"chunk": None}), recipe.trained_steps, devices=n)
     wholes = batch_size(config), share(config, recipe.trained_steps), recipe.images
     pieces = dict(zip(("chunk", "micro_batch", "decode_chunk"), (shared_evenly(whole, n) for whole in wholes)))
     for name, whole, sizes in zip(("trajectories", "pairs of an update", "images"), wholes, pieces.values()):

@@ -45,42 +45,51 @@ SERVED = {
 other models than the defaults."""
 
 
-def _toy_spot() -> Reward:
+def _toy_spot(mesh: Any) -> Reward:
     from densegrpo_jax.scenes import toy
 
     return lambda images, prompts, metadata: toy.spot_reward(images, prompts)
 
 
-def _lazy(module: str, function: str, *args: Any) -> Callable[[], Reward]:
-    return lambda: getattr(import_module(f"densegrpo_jax.rewards.{module}"), function)(*args)
+def _lazy(module: str, function: str, *args: Any, on_mesh: bool = False) -> Callable[[Any], Reward]:
+    """mesh -> the reward; `on_mesh` says whether it runs on the devices, which then share its images."""
+
+    def load(mesh: Any) -> Reward:
+        made = getattr(import_module(f"densegrpo_jax.rewards.{module}"), function)
+        return made(*args, mesh=mesh) if on_mesh else made(*args)
+
+    return load
 
 
-def _scorer(kind: str, model: str | None) -> Callable[[], Reward]:
-    def unnamed() -> Reward:
+def _scorer(kind: str, model: str | None) -> Callable[[Any], Reward]:
+    def unnamed(mesh: Any) -> Reward:
         raise ValueError(f"reward {kind!r}: give its folder, {kind}:FOLDER, which tools/convert_scorer.py makes (docs/rewards.md, Scorers)")
 
     if not model:
         return unnamed
-    return _lazy(kind, "load", model) if kind in ("aesthetic", "imagereward") else _lazy("clip", "load", model, kind)
+    if kind in ("aesthetic", "imagereward"):
+        return _lazy(kind, "load", model, on_mesh=True)
+    return _lazy("clip", "load", model, kind, on_mesh=True)
 
 
-NAMES: dict[str, Callable[[], Reward]] = {
+NAMES: dict[str, Callable[[Any], Reward]] = {
     "toy_spot": _toy_spot,
     **{f"scenes_compose_{mode}": _lazy("scenes", "compose", mode) for mode in ("strict", "partial", "soft")},
-    "scenes_preference": _lazy("scenes", "preference"),
+    "scenes_preference": _lazy("scenes", "preference", on_mesh=True),
     "words": _lazy("ocr", "load", False),
     "ocr": _lazy("ocr", "load", True),
     **{kind: _scorer(kind, model) for kind, model in MODELS.items()},
 }
-"""Name -> a function that loads the reward."""
+"""Name -> a function that loads the reward, on a mesh or on one device."""
 
 
-def load(name: str, server: Any = None) -> Reward:
+def load(name: str, server: Any = None, mesh: Any = None) -> Reward:
     """The reward of that name; for those of `MODELS` also "name:folder" or "name:Hugging Face id"; on a server "name@http://host:port".
 
     Args:
       name: of the reward.
       server: a `config.RewardServer`, for rewards on servers; its defaults where it is None.
+      mesh: whose devices share the images, for rewards that run on a device; None for one device.
 
     Raises:
       ValueError: an unknown name, with the known ones; a model for a reward that takes none; or what loading the reward raises.
@@ -91,7 +100,7 @@ def load(name: str, server: Any = None) -> Reward:
         module = import_module(f"densegrpo_jax.rewards.{'vlm' if judge else 'http'}")
         return module.load(name, *([] if server is None else [server]))
     kind, colon, model = name.partition(":")
-    return _scorer(kind, model)() if colon else NAMES[kind]()
+    return (_scorer(kind, model) if colon else NAMES[kind])(mesh)
 
 
 def check_name(name: str) -> None:

@@ -352,14 +352,14 @@ def as_reward(scorer: Scorer, chunk: int = 32, mesh: jax.sharding.Mesh | None = 
 
     Args:
       scorer: loaded, on `mesh` if there is one.
-      chunk: images scored at a time, which bounds the memory.
+      chunk: images scored at a time, which bounds the memory; rounded up to what the devices share evenly.
       mesh: of devices of this process that share each chunk; None for one device.
 
     Returns:
       The reward. It compiles once for each number and size of images.
 
     Raises:
-      ValueError: a chunk that the devices cannot share.
+      ValueError: a chunk below 1.
     """
     known: dict[str, np.ndarray] = {}
     return chunked_reward(chunk, mesh, score, scorer.params, scorer.spec, lambda prompts: embed_texts(scorer, prompts, known))
@@ -378,8 +378,9 @@ def chunked_reward(
       encode: prompts -> what `score` takes as texts, a tree of arrays [N, ...].
     """
     devices = 1 if mesh is None else mesh.size
-    if chunk < 1 or chunk % devices:
-        raise ValueError(f"chunk = {chunk}: must be a positive multiple of the {devices} devices")
+    if chunk < 1:
+        raise ValueError(f"chunk = {chunk}: must be at least 1")
+    chunk = -(-chunk // devices) * devices
     place = jax.tree.leaves(params)[0].sharding if mesh is None else jax.sharding.NamedSharding(mesh, jax.P(mesh.axis_names))
 
     def reward(images: Any, prompts: Sequence[str], metadata: Sequence[dict]) -> np.ndarray:

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
 
 from densegrpo_jax import scenes
@@ -32,12 +33,12 @@ def compose(mode: str) -> Reward:
     return reward
 
 
-def preference(folder: Path = PREFERENCE) -> Reward:
-    """The small CLIP that comes with the package, scored like PickScore.
+def preference(folder: Path = PREFERENCE, mesh: jax.sharding.Mesh | None = None) -> Reward:
+    """The small CLIP that comes with the package, scored like PickScore, on one device or on those of a mesh.
 
     Raises:
       ValueError: the folder is missing, with the command that makes it; or it cannot be read.
     """
     if not folder.is_dir():
         raise ValueError(f"{folder} is missing; `python -m densegrpo_jax.scenes.pretrain --workdir DIR` trains and writes it")
-    return clip.load(folder, "pickscore")
+    return clip.load(folder, "pickscore", mesh=mesh)

@@ -24,7 +24,7 @@ from densegrpo_jax.models.adapter import Adapter
 from densegrpo_jax.train import files, metrics
 from densegrpo_jax.train.state import TrainState
 
-FREE_TO_CHANGE = ("run", "evaluation", "reward_server")  # sections of the config that a continued run may change
+FREE_TO_CHANGE = ("run", "evaluation", "reward_server", "parallel")  # sections of the config that a continued run may change
 
 
 def save(config: Config, state: TrainState) -> None:

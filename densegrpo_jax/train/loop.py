@@ -8,7 +8,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
@@ -20,7 +20,7 @@ import numpy as np
 from PIL import Image
 from tqdm import tqdm
 
-from densegrpo_jax import credit, rewards
+from densegrpo_jax import credit, parallel, rewards
 from densegrpo_jax import policy as policies
 from densegrpo_jax import prompts as prompt_lists
 from densegrpo_jax.config import Config, batch_size, check, micro_batch, reward_sources, reward_weights
@@ -30,7 +30,7 @@ from densegrpo_jax.policy import Policy
 from densegrpo_jax.prompts import PromptSet
 from densegrpo_jax.rewards import Reward, Scores
 from densegrpo_jax.rewards.health import alarms, complaints, step_health
-from densegrpo_jax.train import cache, checkpoint, files, health, lock, metrics, phases, psi, report
+from densegrpo_jax.train import cache, checkpoint, files, health, lock, metrics, phases, profile, psi, report
 from densegrpo_jax.train import state as states
 
 SHOWN = 12  # held-out prompts whose first image is kept at each evaluation, for the report
@@ -69,17 +69,22 @@ def _run(
     config: Config, credit_method: Callable | None, extra_rewards: dict[str, Reward], stop: dict[str, bool], opened: ExitStack
 ) -> Path:
     # ------------------------------------------------------------------------------------------------ model, data, rewards
-    policy = policies.load(config)
+    if checkpoint.primary() and (config.run.workdir / "lock").exists():  # a second run is refused before it loads a model
+        with lock.held(config.run.workdir):
+            pass
+    mesh, devices = parallel.make(config.parallel), parallel.count(config.parallel)
+    opened.enter_context(jax.set_mesh(mesh) if mesh else nullcontext())
+    policy = policies.load(config, mesh)
     sigmas = policies.sigmas(config, policy, config.sampling.num_steps)
     shift = policies.shift(config, policy)
     tables = phases.sampler(config, sigmas, shift, step=0)
-    check(config, int(tables.trained.sum()), devices=1)
+    check(config, int(tables.trained.sum()), devices)
     train_prompts, held_out = prompt_lists.load(config.prompts.train), prompt_lists.load(config.prompts.evaluation)
     print("\n".join(prompt_lists.describe(train_prompts, held_out)), flush=True)
     _report_truncation(policy, [*train_prompts.texts, *held_out.texts])
     weights = reward_weights(config)
     sources = reward_sources(config)
-    scorers = {name: extra_rewards.get(name) or rewards.load(sources[name], config.reward_server) for name in sources}
+    scorers = {name: extra_rewards.get(name) or rewards.load(sources[name], config.reward_server, mesh) for name in sources}
 
     # ---------------------------------------------------------------------------------------------------- state, or resume
     workdir = config.run.workdir
@@ -91,23 +96,24 @@ def _run(
         print(f"warning: {line}")
     config = psi.adopt(config)
     opened.enter_context(cache.under(workdir if config.run.compilation_cache else None))
-    state = checkpoint.restore(config, states.init(config, policy.start()))
+    place = parallel.everywhere if config.adapter.rank else parallel.shared  # all weights, where they are trained, lie as the frozen ones
+    state = checkpoint.restore(config, place(mesh, states.init(config, policy.start())))
     start = int(state.step)
     log, evaluations = workdir / "metrics.jsonl", workdir / "evaluation.jsonl"
     history, _ = metrics.rewind(log, start), metrics.rewind(evaluations, start)
     quiet = history[-1].get("gains", {}).get("quiet") if history else None
     boards = opened.enter_context(metrics.boards(workdir, config.run.wandb, start))
-    _write_manifest(config, policy, tables)
+    _write_manifest(config, policy, tables, mesh)
 
     # ------------------------------------------------------------------------------------------------------ compiled phases
     samplers: dict[bytes, Callable] = {}
-    decode = phases.make_decode(config, policy)
-    update, recompute = phases.make_update(config, policy), phases.make_recompute(config, policy)
-    evaluate = _make_evaluation(config, policy, decode, scorers, held_out)
-    uncond = policy.encode([""]) if config.sampling.guidance_scale != 1.0 else None
+    decode = phases.make_decode(config, policy, devices)
+    update, recompute = phases.make_update(config, policy, state if mesh else None), phases.make_recompute(config, policy)
+    evaluate = _make_evaluation(config, policy, mesh, decode, scorers, held_out)
+    uncond = parallel.everywhere(mesh, policy.encode([""])) if config.sampling.guidance_scale != 1.0 else None
     e = config.evaluation
-    ids, groups = jnp.arange(batch_size(config)), np.repeat(np.arange(config.prompts.per_step), config.prompts.group_size)
-    start_ids = jnp.asarray(groups) if config.prompts.shared_start else ids
+    ids, groups = np.arange(batch_size(config)), np.repeat(np.arange(config.prompts.per_step), config.prompts.group_size)
+    start_ids = groups if config.prompts.shared_start else ids
 
     due = lambda done: bool(e.every) and (done % e.every == 0 or done == config.run.steps)  # noqa: E731
     measured = metrics.read(evaluations)
@@ -121,12 +127,14 @@ def _run(
     recent: list[float] = []  # seconds of the last steps
     shown = {"disable": not metrics.is_terminal(), "unit": "step", "dynamic_ncols": True}
     bar = opened.enter_context(tqdm(total=config.run.steps, initial=start, **shown))
+    trace = opened.enter_context(profile.steps(workdir / "profile", start + 1, config.run.profile))
     # ------------------------------------------------------------------------------------------------------------- the loop
     for step in range(start, config.run.steps):
+        trace(step)
         began = time.perf_counter()
         tables = phases.sampler(config, sigmas, shift, step)
         chosen = prompt_lists.of_step(len(train_prompts.texts), config.prompts.per_step, config.run.seed, step)
-        cond = policy.encode([train_prompts.texts[i] for i in chosen])
+        cond = parallel.everywhere(mesh, policy.encode([train_prompts.texts[i] for i in chosen]))
 
         # trajectories with a clean latent for every level of each, images of those, and a reward for each image
         if tables.trained.tobytes() not in samplers:
@@ -134,9 +142,9 @@ def _run(
         sample = partial(samplers[tables.trained.tobytes()], policy.params, state.trained, cond, uncond, jnp.int32(step))
         members = [chosen[g] for g in groups]
         trajectory, clean, (scored, wait), pixels = _sample_and_score(
-            config, policy, sample, decode, {n: scorers[n] for n in weights}, train_prompts, members, ids, start_ids
+            config, policy, mesh, sample, decode, {n: scorers[n] for n in weights}, train_prompts, members, ids, start_ids
         )
-        total = rewards.weighted_sum(scored, weights)
+        total, rewarded = rewards.weighted_sum(scored, weights), time.perf_counter()
 
         # gains and advantages
         levels, _ = _by_level(total, tables, len(groups))
@@ -154,22 +162,23 @@ def _run(
         # U updates on shuffled (step, trajectory) pairs
         kernel = jax.tree.map(lambda leaf: jnp.asarray(leaf, jnp.float32), tables.kernel)
         weight = result.mask * _step_weights(config, tables)[:, None]
-        batch = phases.Batch(
-            trajectory, kernel, jnp.float32(result.advantage), jnp.float32(weight), cond, uncond, jnp.asarray(groups, jnp.int32)
-        )
-        order = phases.update_order(config, tables.trained, step, micro_batch(config, int(tables.trained.sum())))
+        advantage, weight = parallel.over_rows(mesh, (np.float32(result.advantage), np.float32(weight)), axis=1)
+        batch = phases.Batch(trajectory, kernel, advantage, weight, cond, uncond, parallel.over_rows(mesh, np.int32(groups)))
+        order = phases.update_order(config, tables.trained, step, micro_batch(config, int(tables.trained.sum()), devices))
         drift = None
         if phases.recomputes(config):
-            everything = jnp.asarray(order.reshape(-1, *order.shape[2:]))
+            everything = parallel.over_rows(mesh, order.reshape(-1, *order.shape[2:]), axis=1)
             batch, drift = recompute(policy.params, state.trained, batch, everything)
         updates = []
         for u in range(config.optimizer.updates):
-            state, numbers, log_ratio = update(state, policy.params, batch, jnp.asarray(order[u]), u == 0)
+            state, numbers, log_ratio = update(state, policy.params, batch, parallel.over_rows(mesh, order[u], axis=1), u == 0)
             updates.append((numbers, log_ratio))
         state = state._replace(step=state.step + 1)
 
         # what happened
         record = _record(config, step, tables, total, scored, levels, result, groups, updates, order, time.perf_counter() - began)
+        sampling = rewarded - began  # the scores are on the host then, as the numbers of the updates are at the end
+        record["phase_seconds"] = {"sampling_and_scoring": sampling, "updates": record["seconds"] - sampling}
         record["recomputed"] = drift is not None
         record["log_prob_drift"] = record["log_ratio_before"] if drift is None else step_metrics(drift, tables.trained)
         record["images"], finite = _image_statistics(clean[-1], pixels)
@@ -234,7 +243,9 @@ def _averaged(config: Config, state: states.TrainState):
 # ---------------------------------------------------------------------------------------------------------------- one step
 
 
-def _sample_and_score(config: Config, policy: Policy, sample, decode, scorers, prompts: PromptSet, members: list[int], ids, start_ids):
+def _sample_and_score(
+    config: Config, policy: Policy, mesh, sample, decode, scorers, prompts: PromptSet, members: list[int], ids: np.ndarray, start_ids
+):
     """Trajectories, clean latents [L, B, ...], their scores, and statistics of the final images.
 
     Where a reward runs on the host this goes in pieces of `sampling.chunk` trajectories: it scores one while the next is sampled.
@@ -246,10 +257,10 @@ def _sample_and_score(config: Config, policy: Policy, sample, decode, scorers, p
 
     def sampled():
         for start in range(0, batch, chunk):
-            pieces.append(sample(ids[start : start + chunk], start_ids[start : start + chunk]))
+            pieces.append(sample(*parallel.over_rows(mesh, (ids[start : start + chunk], start_ids[start : start + chunk]))))
             yield np.arange(start, start + chunk), pieces[-1][1]
 
-    size_of = partial(phases.decode_size, config) if on_host else int
+    size_of = partial(phases.decode_size, config, devices=mesh.size if mesh else 1) if on_host else int
     scored = _score_pieces(policy, decode, scorers, prompts, members, sampled(), size_of, seen)
     trajectory, clean = pieces[0] if len(pieces) == 1 else phases.join(pieces)
     return trajectory, clean, scored, _pixel_statistics(seen, len(clean), batch)
@@ -269,13 +280,12 @@ def _score_pieces(policy: Policy, decode, scorers, prompts: PromptSet, members: 
 
     def images():
         for places, clean in pieces:
-            rows = (np.arange(len(clean))[:, None] * batch + places).ravel()
-            latents, size = clean.reshape(-1, *clean.shape[2:]), size_of(len(rows))
-            for start in range(0, len(rows), size):
-                part = latents if size == len(rows) else jax.lax.dynamic_slice_in_dim(latents, start, size)
-                pixels, finite = decode(policy.params, part)
-                seen.append((rows[start : start + size], _pixels(pixels)))
-                yield rows[start : start + size], pixels, finite
+            rows = (places[:, None] + np.arange(len(clean)) * batch).ravel()  # by trajectory, then level
+            latents, size = phases.by_trajectory(clean), size_of(len(rows))
+            for i, of_part in enumerate(rows.reshape(size, -1).T):
+                pixels, finite = decode(policy.params, latents if size == len(rows) else phases.every_nth(latents, size, i))
+                seen.append((of_part, _pixels(pixels)))
+                yield of_part, pixels, finite
 
     return rewards.score_parts(scorers, images(), texts, metadata)
 
@@ -391,25 +401,25 @@ def _image_statistics(latents: jax.Array, pixels: dict[str, float]) -> tuple[dic
 # -------------------------------------------------------------------------------------------------------------- evaluation
 
 
-def _make_evaluation(config: Config, policy: Policy, decode, scorers: dict[str, Reward], prompts: PromptSet):
+def _make_evaluation(config: Config, policy: Policy, mesh, decode, scorers: dict[str, Reward], prompts: PromptSet):
     """Returns evaluate(trained, done): ODE samples of fixed held-out prompts at fixed noise, scored, into the work folder.
 
     `trained` None is the base model. With `final` it is the larger comparison at the end, on noise of its own.
     """
     e, folder = config.evaluation, config.run.workdir / "samples"
     generate = phases.make_generate(config, policy, policies.sigmas(config, policy, e.num_steps))
-    weights = reward_weights(config)
+    weights, devices = reward_weights(config), mesh.size if mesh else 1
 
     def evaluate(trained, done: int, final: bool = False) -> None:
         wanted, each = (e.final_prompts, e.final_images_per_prompt) if final else (e.prompts, e.images_per_prompt)
         count = min(wanted or len(prompts.texts), len(prompts.texts))
         members = [i for i in range(count) for _ in range(each)]
-        per_call = config.sampling.chunk or len(members)
-        uncond = policy.encode([""]) if config.sampling.guidance_scale != 1.0 else None
+        per_call = config.sampling.chunk or -(-len(members) // devices) * devices
+        uncond = parallel.everywhere(mesh, policy.encode([""])) if config.sampling.guidance_scale != 1.0 else None
         ids = np.arange(-(-len(members) // per_call) * per_call)
         rows = np.minimum(ids, len(members) - 1)  # the last call is filled up, and cut below
-        cond = policy.encode([prompts.texts[members[i]] for i in rows])
-        clean = generate(policy.params, trained, cond, uncond, jnp.asarray(ids), jnp.int32(final))[: len(members)]
+        cond = parallel.over_rows(mesh, policy.encode([prompts.texts[members[i]] for i in rows]))
+        clean = generate(policy.params, trained, cond, uncond, parallel.over_rows(mesh, ids), jnp.int32(final))[: len(members)]
         scored = _score(policy, decode, scorers, prompts, members, clean[None])
         total = rewards.weighted_sum({n: scored[n] for n in weights}, weights)
         record = {
@@ -466,13 +476,14 @@ def _report_truncation(policy: Policy, texts: list[str], shown: int = 5) -> None
         print(f"warning: ... and {len(lines) - shown} more; raise model.max_sequence_length, or shorten the prompts")
 
 
-def _write_manifest(config: Config, policy: Policy, tables: phases.Sampler) -> None:
+def _write_manifest(config: Config, policy: Policy, tables: phases.Sampler, mesh: jax.sharding.Mesh | None) -> None:
     packages = {name: version(name) for name in ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy")}
     c = config.completion
     price: Cost = cost(config.sampling.num_steps, tables.scheme, tile=c.tile, tail=c.tail)
     manifest = {
         "model": policy.name,
-        "devices": [d.device_kind for d in jax.devices()],
+        "devices": [d.device_kind for d in (mesh.devices.flat if mesh else jax.devices()[:1])],
+        "mesh": dict(mesh.shape) if mesh else None,
         "platform": jax.default_backend(),
         "python": platform.python_version(),
         "packages": packages,

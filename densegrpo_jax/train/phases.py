@@ -152,7 +152,19 @@ def join(pieces: list[tuple[flow.Trajectory, jax.Array]]) -> tuple[flow.Trajecto
     return flow.Trajectory(sigmas=trajectories[0].sigmas, **joined), jnp.concatenate(clean, axis=1)
 
 
-def make_decode(config: Config, policy: Policy) -> Callable:
+@jax.jit
+def by_trajectory(clean: jax.Array) -> jax.Array:
+    """[L, B, ...] as [B * L, ...]: what a device has sampled stays with it."""
+    return clean.swapaxes(0, 1).reshape(-1, *clean.shape[2:])
+
+
+@partial(jax.jit, static_argnums=1)
+def every_nth(latents: jax.Array, size: int, i: int) -> jax.Array:
+    """Rows i, i + n, i + 2n, ... of [N, ...], n = N / size: an equal share of what each device holds. [size, ...]"""
+    return jax.lax.dynamic_index_in_dim(latents.reshape(size, -1, *latents.shape[1:]), i, 1, keepdims=False)
+
+
+def make_decode(config: Config, policy: Policy, devices: int = 1) -> Callable:
     """(params, latents [N, ...]) -> uint8 images [N, H, W, 3], and which are finite [N]."""
 
     @jax.jit
@@ -162,14 +174,17 @@ def make_decode(config: Config, policy: Policy) -> Callable:
             finite = jnp.all(jnp.isfinite(images), axis=(1, 2, 3))
             return jnp.round(jnp.where(finite[:, None, None, None], images, 0.0) * 255.0).astype(jnp.uint8), finite
 
-        return in_chunks(some, decode_size(config, latents.shape[0]), (0,), (0, 0))(latents)
+        return in_chunks(some, decode_size(config, latents.shape[0], devices), (0,), (0, 0))(latents)
 
     return decode
 
 
-def decode_size(config: Config, count: int) -> int:
-    """Of `count` images, how many are decoded at a time: the largest divisor that is at most `sampling.decode_chunk`."""
-    return max(d for d in range(1, min(config.sampling.decode_chunk, count) + 1) if count % d == 0)
+def decode_size(config: Config, count: int, devices: int = 1) -> int:
+    """Of `count` images, how many are decoded at a time: the largest divisor that is at most `sampling.decode_chunk` and that the devices
+    share evenly, if there is one; one image a device where they are more."""
+    most = min(max(config.sampling.decode_chunk, devices), count)
+    divisors = [d for d in range(1, most + 1) if count % d == 0]
+    return max([d for d in divisors if d % devices == 0] or divisors)
 
 
 def make_generate(config: Config, policy: Policy, sigmas: np.ndarray) -> Callable:
@@ -196,13 +211,15 @@ def _with_cond(velocity, cond, x, sigma):
     return velocity(x, sigma, cond)
 
 
-def make_update(config: Config, policy: Policy) -> Callable:
+def make_update(config: Config, policy: Policy, placed: TrainState | None = None) -> Callable:
     """(state, params, batch, order [micro-batches, rows, 2], fresh) -> state, metrics, log-ratios [micro-batches, rows].
 
     `order` holds (step, trajectory) pairs; gradients are averaged over all of them in one scan. With `fresh` the weights are those that
     sampled: with recomputed log-probs the old velocity is then this graph's own, so the ratio is exactly 1. The log-ratios returned are
-    against the stored velocities in any case: before an update they are the rounding between the two graphs.
+    against the stored velocities in any case: before an update they are the rounding between the two graphs. On a mesh, `placed` is a
+    state whose places the new one keeps.
     """
+    kept = {} if placed is None else {"out_shardings": (jax.tree.map(lambda leaf: leaf.sharding, placed), None, None)}
     o = config.objective
     recompute = recomputes(config)
 
@@ -233,7 +250,7 @@ def make_update(config: Config, policy: Policy) -> Callable:
         )
         return value, (metrics, log_r)
 
-    @partial(jax.jit, donate_argnums=0)
+    @partial(jax.jit, donate_argnums=0, **kept)
     def update(state: TrainState, params, batch: Batch, order, fresh):
         def one(total, pairs):
             grads, (metrics, log_r) = jax.grad(loss, has_aux=True)(state.trained, params, batch, pairs, fresh)

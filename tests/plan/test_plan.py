@@ -123,7 +123,10 @@ def test_what_does_not_fit_is_refused_with_the_bytes_and_a_remedy(capsys):
         (["sd35_medium_pickscore", "--topology", "v9:2"], "no chip 'v9'; there are v4, v5e"),
         (["sd35_medium_pickscore", "--topology", "v5e:16"], "2 sides, as in v5e:4x4"),
         (["sd35_medium_pickscore", "--topology", "h100:8x2"], "1 side, as in h100:8"),
-        (["sd35_medium_pickscore", "--topology", "v5e:4x4"], "sampling.chunk = 24 cannot be spread evenly over the 16 chips"),
+        (
+            ["sd35_medium_pickscore", "--topology", "v5e:4x4"],
+            "sampling.chunk = 24 does not divide the 1152 trajectories of a step into parts that 16 devices share evenly",
+        ),
         (["sd35_medium_pickscore", "--topology", "h100:8", "--fsdp", "3"], r"fsdp = 3 does not divide the 8 chips"),
         (["sd35_medium_pickscore", "--topology", "h100:7"], "choose per_step from"),
         (["sd35_medium_pickscore", "--model.path", "somebody/else"], "its shape is not known; known are stabilityai"),

@@ -216,8 +216,9 @@ def test_chunks_devices_and_padding_change_nothing(folder, scorer):
     sharded = jax.device_put(images[:8], jax.sharding.NamedSharding(mesh, jax.P("data")))
     np.testing.assert_allclose(reward(sharded, prompts[:8], []), expected[:8], atol=1e-5)
     np.testing.assert_allclose(clip.as_reward(scorer)(sharded, prompts[:8], []), expected[:8], atol=1e-5)
-    with pytest.raises(ValueError, match="multiple of the 8 devices"):
-        clip.load(folder, chunk=12, mesh=mesh)
+    np.testing.assert_allclose(clip.load(folder, chunk=3, mesh=mesh)(images, prompts, []), expected, atol=1e-5)  # 8 at a time
+    with pytest.raises(ValueError, match="chunk = 0: must be at least 1"):
+        clip.load(folder, chunk=0, mesh=mesh)
 
 
 def test_one_program_serves_all_calls_and_a_prompt_is_encoded_once(scorer, monkeypatch):

@@ -19,7 +19,7 @@ SMALL = (
     "--prompts.per-step 2 --prompts.group-size 4 --sampling.num-steps 4 --optimizer.updates 2 --optimizer.micro-batch 12 "
     "--evaluation.every 3 --evaluation.num-steps 4 --evaluation.images-per-prompt 1 --run.save-every 2 --run.report-every 2 --run.keep 2"
 )
-CLOCK = ("seconds", "images_per_second", "reward_health", "reward_wait")
+CLOCK = ("seconds", "phase_seconds", "images_per_second", "reward_health", "reward_wait")
 WATCHED = {  # what is seen to change just before a moment of interest
     "metrics.jsonl": "after an update",
     "checkpoints": "while a checkpoint is written or moved",

@@ -1,0 +1,53 @@
+"""The mesh of a run, and where arrays lie on it."""
+
+import jax
+import numpy as np
+import pytest
+
+from densegrpo_jax import parallel
+from densegrpo_jax.config import Parallel
+
+pytestmark = pytest.mark.mesh
+
+
+@pytest.mark.parametrize(
+    ("settings", "shape"), [(Parallel(), (8, 1)), (Parallel(fsdp=4), (2, 4)), (Parallel(4, 2), (2, 2)), (Parallel(1), None)]
+)
+def test_a_run_takes_all_devices_or_as_many_as_it_is_told(settings, shape):
+    mesh = parallel.make(settings)
+    assert (mesh and tuple(mesh.shape.values())) == shape
+    assert parallel.count(settings) == np.prod(shape or 1)
+
+
+@pytest.mark.parametrize(
+    ("settings", "reason"),
+    [
+        (Parallel(9), "parallel.devices = 9: there are 8"),
+        (Parallel(fsdp=3), r"parallel.fsdp = 3 does not divide the 8 devices; choose one of \[1, 2, 4, 8\]"),
+        (Parallel(6, 4), r"parallel.fsdp = 4 does not divide the 6 devices; choose one of \[1, 2, 3, 6\]"),
+    ],
+)
+def test_what_cannot_be_made_is_refused(settings, reason):
+    with pytest.raises(ValueError, match=reason):
+        parallel.make(settings)
+
+
+def test_weights_are_shared_by_their_longest_side_and_vectors_are_whole():
+    mesh = parallel.make(Parallel(fsdp=4))
+    shapes = {"stack": (4, 6, 8), "kernel": (12, 8), "vector": (8,), "odd": (3, 5)}
+    tree = {name: np.zeros(shape, np.float32) for name, shape in shapes.items()}
+    found = {name: tuple(place.spec) for name, place in parallel.spread(mesh, tree).items()}
+    assert found == {"stack": (None, None, "fsdp"), "kernel": ("fsdp", None), "vector": (None,), "odd": (None, None)}
+    placed = parallel.shared(mesh, tree)
+    assert {name: leaf.addressable_shards[0].data.shape for name, leaf in placed.items()} == shapes | {"stack": (4, 6, 2), "kernel": (3, 8)}
+
+
+def test_rows_lie_over_all_devices():
+    mesh = parallel.make(Parallel(fsdp=2))
+    x = parallel.over_rows(mesh, np.arange(32).reshape(2, 16), axis=1)
+    assert {shard.data.shape for shard in x.addressable_shards} == {(2, 2)} and len(x.sharding.device_set) == 8
+    assert parallel.everywhere(mesh, np.ones(3)).is_fully_replicated
+    with pytest.raises(ValueError, match="evenly divide"):
+        parallel.over_rows(mesh, np.arange(12))
+    for place in (parallel.over_rows, parallel.everywhere):  # one device: as ever
+        assert place(None, np.ones(3)).sharding == jax.numpy.ones(3).sharding

@@ -1,0 +1,154 @@
+"""Runs on eight devices give what one device gives."""
+
+import dataclasses
+
+import jax
+import numpy as np
+import pytest
+
+from densegrpo_jax import cli
+from densegrpo_jax.config import Parallel
+from densegrpo_jax.train import checkpoint, loop, metrics, phases
+from densegrpo_jax_configs.variants import change
+
+pytestmark = [pytest.mark.mesh, pytest.mark.usefixtures("plain_dispatch")]
+
+SMALL = {
+    "prompts": {"per_step": 2, "group_size": 8},
+    "sampling": {"num_steps": 4, "chunk": 8},
+    "optimizer": {"updates": 2, "micro_batch": 16, "eps": 1e-4},  # so large that Adam does not divide rounding by rounding
+    "evaluation": {"every": 2, "num_steps": 4, "images_per_prompt": 1},
+    "run": {"steps": 3, "save_every": 1, "report_every": 0, "compilation_cache": False},
+}
+CLOCK = ("seconds", "phase_seconds", "images_per_second", "reward_health", "reward_wait")
+
+
+def config(workdir, settings: Parallel, name="toy", **sections):
+    changes = {key: SMALL.get(key, {}) | sections.get(key, {}) for key in SMALL | sections}
+    changes["run"] = changes["run"] | {"workdir": workdir}
+    return dataclasses.replace(change(cli.load_config(name), **changes), parallel=settings)
+
+
+def numbers(value) -> dict[str, np.ndarray]:
+    """Arrays of a record by path."""
+    return {jax.tree_util.keystr(path): np.array(leaf, float) for path, leaf in jax.tree.leaves_with_path(value) if leaf is not None}
+
+
+def same(one, other, rtol=1e-5):
+    """Metrics, evaluations and all that is saved, to rounding."""
+    for file in ("metrics.jsonl", "evaluation.jsonl"):
+        for a, b in zip(metrics.read(one / file), metrics.read(other / file), strict=True):
+            a, b = ({k: v for k, v in r.items() if k not in CLOCK and k != "kind"} for r in (a, b))
+            left, right = numbers(a), numbers(b)
+            assert left.keys() == right.keys()
+            for name in left:
+                np.testing.assert_allclose(right[name], left[name], rtol=1e-3, atol=2e-5, err_msg=name)
+    close(one, other, rtol)
+
+
+def close(one, other, rtol=1e-5):
+    """All that the last checkpoint holds, to rounding."""
+    done = checkpoint.steps(one)[-1]
+    trees = [checkpoint._read(checkpoint.folder_of(w) / str(done)) for w in (one, other)]
+    for (path, a), b in zip(jax.tree.leaves_with_path(trees[0]), jax.tree.leaves(trees[1]), strict=True):
+        scale = np.abs(a).max() + 1e-12
+        assert np.abs(np.asarray(a, np.float64) - b).max() <= rtol * scale, jax.tree_util.keystr(path)
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory):
+    workdir = tmp_path_factory.mktemp("alone")
+    loop.train(config(workdir, Parallel(devices=1)))
+    return workdir
+
+
+@pytest.mark.parametrize("settings", [Parallel(), Parallel(fsdp=2), Parallel(devices=4, fsdp=4)])
+def test_meshes_agree_with_one_device(tmp_path, alone, settings):
+    loop.train(config(tmp_path, settings))
+    same(alone, tmp_path)
+
+
+def test_noise_is_bitwise_the_same_and_lies_with_its_trajectory(tmp_path):
+    from densegrpo_jax import parallel, policy
+
+    found = []
+    for settings in (Parallel(devices=1), Parallel(fsdp=2)):
+        run = config(tmp_path, settings)
+        mesh = parallel.make(settings)
+        with jax.set_mesh(mesh) if mesh else jax.default_device(None):
+            model = policy.load(run, mesh)
+            tables = phases.sampler(run, policy.sigmas(run, model, 4), 1.0, 0)
+            ids = parallel.over_rows(mesh, np.arange(16))
+            cond = parallel.everywhere(mesh, model.encode(["a spot at the top left"] * 2))
+            sample = phases.make_sample(run, model, tables)
+            trajectory, clean = sample(model.params, None, cond, None, np.int32(3), ids, ids)
+        found.append(trajectory)
+        if mesh:
+            for x in (trajectory.latents, trajectory.velocity, trajectory.noise, clean):
+                assert {shard.data.shape[1] for shard in x.addressable_shards} == {2}  # 16 trajectories on 8 devices
+    np.testing.assert_array_equal(found[0].noise, found[1].noise)
+    np.testing.assert_array_equal(found[0].latents[0], found[1].latents[0])
+    np.testing.assert_allclose(found[0].latents, found[1].latents, atol=1e-5)
+
+
+def test_nothing_is_compiled_after_the_second_step_and_the_old_state_is_given_up(tmp_path, monkeypatch):
+    compiled, seen, states = [], [], []
+    jax.monitoring.register_event_duration_secs_listener(
+        lambda event, duration, **_: compiled.append(event) if event == "/jax/core/compile/backend_compile_duration" else None
+    )
+    original = phases.make_update
+
+    def watched(*args):
+        update = original(*args)
+
+        def call(state, *rest):
+            states.append(state)
+            return update(state, *rest)
+
+        return call
+
+    monkeypatch.setattr(phases, "make_update", watched)
+
+    def spread(images, prompts, metadata):
+        seen.append(len(compiled))
+        return np.asarray(images, np.float64).std(axis=(1, 2, 3))
+
+    run = config(tmp_path, Parallel(fsdp=2), evaluation={"every": 0}, run={"steps": 4, "save_every": 100, "profile": 1})
+    loop.train(dataclasses.replace(run, rewards=("own",)), extra_rewards={"own": spread})
+    assert seen[3] == seen[2]
+    assert list((tmp_path / "profile").rglob("*.xplane.pb"))
+    for record in metrics.read(tmp_path / "metrics.jsonl"):
+        assert sum(record["phase_seconds"].values()) == pytest.approx(record["seconds"])
+    assert all(leaf.is_deleted() for state in states for leaf in jax.tree.leaves(state.trained))
+
+
+def test_a_run_goes_on_with_other_devices(tmp_path, alone):
+    for steps, settings in ((1, Parallel(fsdp=2)), (3, Parallel(devices=1))):
+        loop.train(config(tmp_path, settings, run={"steps": steps}, evaluation={"every": 0}))
+    assert [r["step"] for r in metrics.read(tmp_path / "metrics.jsonl")] == [0, 1, 2]
+    close(alone, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("sections", "reason"),
+    [
+        ({"prompts": {"group_size": 6, "per_step": 2}}, "gives 12 trajectories, which 8 devices do not share evenly"),
+        ({"sampling": {"chunk": 4}}, r"sampling.chunk = 4 .* parts that 8 devices share evenly; choose one of \[8, 16\]"),
+        ({"optimizer": {"updates": 4}}, "leaves 12 pairs an update, which 8 devices do not share evenly; choose one of"),
+    ],
+)
+def test_what_the_devices_cannot_share_is_refused(tmp_path, sections, reason):
+    with pytest.raises(ValueError, match=reason):
+        loop.train(config(tmp_path, Parallel(), **sections))
+
+
+def test_a_model_folder_with_guidance_shared_weights_and_a_scorer_on_the_devices(tmp_path):
+    sections = {
+        "sampling": {"num_steps": 3, "chunk": 8, "guidance_scale": 2.0},
+        "prompts": {"per_step": 1, "group_size": 8},
+        "evaluation": {"every": 0, "final_prompts": 0},
+        "run": {"steps": 1},
+    }
+    for name, settings in (("one", Parallel(devices=1)), ("mesh", Parallel(fsdp=4, encoders="host"))):
+        loop.train(config(tmp_path / name, settings, "scenes_preference", **sections))
+    same(tmp_path / "one", tmp_path / "mesh")
