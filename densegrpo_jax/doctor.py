@@ -142,7 +142,8 @@ def environment(config: Config) -> Found:
 
 def devices(config: Config) -> Found:
     here = jax.devices()
-    yield "ok", f"{len(here)} x {here[0].device_kind} ({here[0].platform}), {jax.process_count()} process(es)"
+    taken = parallel.count(config.parallel)
+    yield "ok", f"{len(here)} x {here[0].device_kind} ({here[0].platform}), {taken} of them taken, fsdp {config.parallel.fsdp}"
     if here[0].platform == "cpu" and config.model.path not in ("toy", "tiny"):
         yield "warn", "no accelerator is seen; install jax[cuda13] or jax[tpu], or look at JAX_PLATFORMS"
     if here[0].platform == "cpu" and config.model.dtype == "bfloat16":
@@ -415,12 +416,13 @@ def _place(workdir: Path) -> Path:
 
 def _small(config: Config, workdir: Path) -> Config:
     """Two steps of the run on one prompt, with the same programs otherwise."""
-    group = min(config.prompts.group_size, 4)
+    devices = parallel.count(config.parallel)
+    group = -(-min(config.prompts.group_size, 4) // devices) * devices
     return change(
         config,
         prompts={"per_step": 1, "group_size": group},
         sampling={"chunk": None},
-        optimizer={"updates": 1, "micro_batch": min(config.optimizer.micro_batch, group)},
+        optimizer={"updates": 1, "micro_batch": max(min(config.optimizer.micro_batch, group), devices)},
         evaluation={"every": 0, "prompts": 1, "images_per_prompt": 1, "final_prompts": 0, "collapse_contrast": 0.0},
         run={"steps": 2, "workdir": workdir, "save_every": 2, "report_every": 0, "wandb": False, "compilation_cache": False},
     )
