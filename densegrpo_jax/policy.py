@@ -95,7 +95,7 @@ def toy(config: Config, mesh: jax.sharding.Mesh | None = None) -> Policy:
 
     def velocity(params, trained, uncond):
         bound = variables(config, params["network"], trained)
-        return lambda x, sigma, cond: model.apply(bound, x, sigma, cond)
+        return lambda x, sigma, cond: parallel.by_rows(model.apply(bound, *parallel.by_rows((x, sigma, cond))))
 
     def decode(params, latents):
         return jnp.repeat(jnp.clip(latents * 0.5 + 0.5, 0.0, 1.0), 3, axis=-1)
@@ -188,7 +188,7 @@ def velocity_of(config: Config, configs, dtype: jnp.dtype) -> Callable[[dict, An
 
     def velocity(params, trained, uncond):
         bound = variables(config, params["network"], trained)
-        return pipeline.velocity(
+        guided_velocity = pipeline.velocity(
             model,
             bound["params"],
             bound.get("lora"),
@@ -196,6 +196,7 @@ def velocity_of(config: Config, configs, dtype: jnp.dtype) -> Callable[[dict, An
             config.sampling.guidance_scale,
             config.objective.detach_uncond,
         )
+        return lambda x, sigma, cond: parallel.by_rows(guided_velocity(*parallel.by_rows((x, sigma, cond))))
 
     return velocity
 

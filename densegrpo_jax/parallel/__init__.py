@@ -5,6 +5,6 @@ the adapter, the optimiser and the average are copied. The compiler does the res
 """
 
 from densegrpo_jax.parallel.mesh import count, make
-from densegrpo_jax.parallel.placing import everywhere, over_rows, shared, spread
+from densegrpo_jax.parallel.placing import by_rows, everywhere, over_rows, shared, spread
 
-__all__ = ["count", "everywhere", "make", "over_rows", "shared", "spread"]
+__all__ = ["by_rows", "count", "everywhere", "make", "over_rows", "shared", "spread"]

@@ -25,6 +25,18 @@ def everywhere(mesh: Mesh | None, tree: Any) -> Any:
     return jax.tree.map(jnp.asarray, tree) if mesh is None else jax.device_put(tree, NamedSharding(mesh, jax.P()))
 
 
+def by_rows(tree: Any, axis: int = 0) -> Any:
+    """Inside a program: keeps arrays spread over all devices of the ambient mesh, along `axis`.
+
+    Without it the compiler may put the rows on fewer devices, where shared weights want the axis "fsdp" for themselves. Arrays of fewer
+    axes stay as they are, and so do all where no mesh is set.
+    """
+    if jax.sharding.get_abstract_mesh().empty:
+        return tree
+    spec = jax.P(*[None] * axis, AXES)
+    return jax.tree.map(lambda leaf: jax.lax.with_sharding_constraint(leaf, spec) if leaf.ndim > axis else leaf, tree)
+
+
 def spread(mesh: Mesh, shapes: Any) -> Any:
     """Shardings of frozen weights over the axis "fsdp": by the longest side that it divides, never by the stack of layers, which a scan
     takes one by one. Vectors, and what no side fits, are whole everywhere.

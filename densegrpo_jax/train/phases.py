@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from densegrpo_jax import flow
+from densegrpo_jax import flow, parallel
 from densegrpo_jax.config import Config, Exploration
 from densegrpo_jax.flow.rollout import in_chunks
 from densegrpo_jax.objective import Rows, grpo_loss
@@ -136,9 +136,9 @@ def make_sample(config: Config, policy: Policy, tables: Sampler) -> Callable:
                 velocity, x, tables.kernel, tables.sigmas, noise, tables.scheme, cond=rows, chunk=config.sampling.chunk,
                 tile=config.completion.tile, tail=config.completion.tail,
             )  # fmt: skip
-            return trajectory, jnp.concatenate([clean, trajectory.latents[-1:]])
+            return parallel.by_rows((trajectory, jnp.concatenate([clean, trajectory.latents[-1:]])), axis=1)
         trajectory = flow.rollout(velocity, x, tables.kernel, tables.sigmas, noise, cond=rows, chunk=config.sampling.chunk)
-        return trajectory, trajectory.latents[-1:]
+        return parallel.by_rows((trajectory, trajectory.latents[-1:]), axis=1)
 
     return sample
 
@@ -245,9 +245,7 @@ def make_update(config: Config, policy: Policy, placed: TrainState | None = None
         reference = None
         if o.beta > 0.0:
             reference = jax.lax.stop_gradient(policy.velocity(params, None, batch.uncond)(x, sigma, cond))
-        value, metrics = grpo_loss(
-            velocity, rows, o.clip_range, velocity_ref=reference, beta=o.beta, kl_mode=o.kl_mode, ratio=o.ratio
-        )
+        value, metrics = grpo_loss(velocity, rows, o.clip_range, velocity_ref=reference, beta=o.beta, kl_mode=o.kl_mode, ratio=o.ratio)
         return value, (metrics, log_r)
 
     @partial(jax.jit, donate_argnums=0, **kept)

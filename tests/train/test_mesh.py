@@ -8,6 +8,7 @@ import pytest
 
 from densegrpo_jax import cli
 from densegrpo_jax.config import Parallel
+from densegrpo_jax.rewards.base import host
 from densegrpo_jax.train import checkpoint, loop, metrics, phases
 from densegrpo_jax_configs.variants import change
 
@@ -113,9 +114,15 @@ def test_nothing_is_compiled_after_the_second_step_and_the_old_state_is_given_up
         seen.append(len(compiled))
         return np.asarray(images, np.float64).std(axis=(1, 2, 3))
 
-    run = config(tmp_path, Parallel(fsdp=2), evaluation={"every": 0}, run={"steps": 4, "save_every": 100, "profile": 1})
-    loop.train(dataclasses.replace(run, rewards=("own",)), extra_rewards={"own": spread})
-    assert seen[3] == seen[2]
+    run = config(
+        tmp_path,
+        Parallel(fsdp=2),
+        evaluation={"every": 0},
+        run={"steps": 4, "save_every": 100, "profile": 1},
+        sampling={"decode_chunk": 20},
+    )
+    loop.train(dataclasses.replace(run, rewards=("own",)), extra_rewards={"own": host(spread)})  # in pieces, and parts of them
+    assert len(seen) > 2 * 4 and len(set(seen[len(seen) // 2 :])) == 1
     assert list((tmp_path / "profile").rglob("*.xplane.pb"))
     for record in metrics.read(tmp_path / "metrics.jsonl"):
         assert sum(record["phase_seconds"].values()) == pytest.approx(record["seconds"])
@@ -144,11 +151,12 @@ def test_what_the_devices_cannot_share_is_refused(tmp_path, sections, reason):
 
 def test_a_model_folder_with_guidance_shared_weights_and_a_scorer_on_the_devices(tmp_path):
     sections = {
+        "model": {"scan_unroll": 1},
         "sampling": {"num_steps": 3, "chunk": 8, "guidance_scale": 2.0},
         "prompts": {"per_step": 1, "group_size": 8},
         "evaluation": {"every": 0, "final_prompts": 0},
         "run": {"steps": 1},
     }
-    for name, settings in (("one", Parallel(devices=1)), ("mesh", Parallel(fsdp=4, encoders="host"))):
+    for name, settings in (("one", Parallel(devices=1, encoders="host")), ("mesh", Parallel(fsdp=4))):
         loop.train(config(tmp_path / name, settings, "scenes_preference", **sections))
-    same(tmp_path / "one", tmp_path / "mesh")
+    same(tmp_path / "one", tmp_path / "mesh", rtol=5e-4)  # gradients through a network in float32, whose products are cut up differently
