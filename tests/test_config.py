@@ -22,11 +22,12 @@ def test_a_batch_is_refused_or_splits_into_equal_parts(p, g, updates, micro, tra
         configs.check(config, trained, devices)
     except ValueError as error:
         assert "choose" in str(error)
-        assert p * g % devices or (p * g if minibatch == "trajectories" else p * g * trained) % updates
+        whole = p * g if minibatch == "trajectories" else p * g * trained
+        assert p * g % devices or whole % updates or p * g * trained // updates % devices
         return
-    size = configs.micro_batch(config, trained)
+    size = configs.micro_batch(config, trained, devices)
     share = p * g * trained // updates
-    assert 1 <= size <= micro and share % size == 0 and p * g * trained % updates == 0
+    assert 1 <= size <= max(micro, devices) and share % size == 0 == size % devices and p * g * trained % updates == 0
 
 
 def test_refusals_list_what_would_work():
@@ -37,6 +38,11 @@ def test_refusals_list_what_would_work():
     chunked = dataclasses.replace(made(1, 24, 1, 32), sampling=configs.Sampling(chunk=32))
     with pytest.raises(ValueError, match=r"sampling.chunk = 32 does not divide the 24 .*choose one of \[1, 2, 3, 4, 6, 8, 12, 24\]"):
         configs.check(chunked, 9)
+    chunked = dataclasses.replace(made(1, 24, 1, 32), sampling=configs.Sampling(chunk=12))
+    with pytest.raises(ValueError, match=r"into parts that 8 devices share evenly; choose one of \[8, 24\]"):
+        configs.check(chunked, 9, devices=8)
+    with pytest.raises(ValueError, match=r"updates = 4 leaves 54 pairs an update, which 8 devices do not share .*choose one of \[1, 3, 9, 27"):
+        configs.check(made(1, 24, 4, 32), 9, devices=8)
 
 
 @pytest.mark.parametrize(
