@@ -30,6 +30,12 @@ IMAGES = np.zeros((2, 4, 6, 3), np.uint8)
 REQUESTS = tuple(wire.encode(IMAGES, ["a cat", "a dog"], [{}, {"tag": "x"}], 5.0, form) for form in ("npz", "png"))
 
 
+@pytest.fixture(scope="module", autouse=True)
+def characters():
+    """Hypothesis makes its table of characters at the first use, in 200 MB."""
+    given(st.text(max_size=3))(lambda text: None)()
+
+
 @pytest.fixture(autouse=True)
 def little_memory():
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
