@@ -99,6 +99,7 @@ def moments(seed: int, count: int):
     return [(kind, rng.randint(1, 3), rng.choice((0.0, 0.02, 0.3)) * rng.random()) for kind in kinds]
 
 
+@pytest.mark.timeout(3600)  # twenty-two starts of a process
 @pytest.mark.parametrize(("kills", "steps"), [(5, 16), pytest.param(20, 60, marks=pytest.mark.slow)])
 def test_killed_at_random_moments_the_same_command_ends_the_same(tmp_path, start, kills, steps):
     command, log = f"train toy {SMALL} --run.steps {steps}", tmp_path / "log"
