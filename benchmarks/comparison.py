@@ -8,6 +8,7 @@ commands may share a workdir if each takes other arms or seeds.
 
 tune   every arm at the same learning rates, the same number of steps, on a seed of its own; LEARNING_RATES holds the best of each.
 time   a few steps of every arm, in turns on the same cores: seconds a step (sampling, scoring, updates; no compilation, no evaluation).
+       The record's own are of sampling and scoring alone, from before steps were timed to the end of their updates: time anew.
 train  every arm and seed at its rate, for as long as the slowest arm takes for `--steps`: faster arms do more steps.
 show   gains at equal updates and at equal time, mean over seeds and its standard error; the record (--json) is brought up to date with
        what the workdir holds. Arms and times that the workdir does not have are those of the record.

@@ -41,7 +41,9 @@ def test_refusals_list_what_would_work():
     chunked = dataclasses.replace(made(1, 24, 1, 32), sampling=configs.Sampling(chunk=12))
     with pytest.raises(ValueError, match=r"into parts that 8 devices share evenly; choose one of \[8, 24\]"):
         configs.check(chunked, 9, devices=8)
-    with pytest.raises(ValueError, match=r"updates = 4 leaves 54 pairs an update, which 8 devices do not share .*choose one of \[1, 3, 9, 27"):
+    with pytest.raises(
+        ValueError, match=r"updates = 4 leaves 54 pairs an update, which 8 devices do not share .*choose one of \[1, 3, 9, 27"
+    ):
         configs.check(made(1, 24, 4, 32), 9, devices=8)
 
 

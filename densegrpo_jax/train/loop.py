@@ -176,8 +176,8 @@ def _run(
         state = state._replace(step=state.step + 1)
 
         # what happened
-        record = _record(config, step, tables, total, scored, levels, result, groups, updates, order, time.perf_counter() - began)
-        sampling = rewarded - began  # the scores are on the host then, as the numbers of the updates are at the end
+        record = _record(config, step, tables, total, scored, levels, result, groups, updates, order, began)
+        sampling = rewarded - began
         record["phase_seconds"] = {"sampling_and_scoring": sampling, "updates": record["seconds"] - sampling}
         record["recomputed"] = drift is not None
         record["log_prob_drift"] = record["log_ratio_before"] if drift is None else step_metrics(drift, tables.trained)
@@ -341,13 +341,14 @@ def _mean_valid(scores: Scores, batch: int) -> float:
     return value[valid].mean() if valid.any() else float("nan")
 
 
-def _record(config, step, tables, total, scored, levels, result, groups, updates, order, seconds) -> dict:
-    """The metrics of one training step, as written to metrics.jsonl."""
+def _record(config, step, tables, total, scored, levels, result, groups, updates, order, began) -> dict:
+    """The metrics of one training step, which began at `began`, as written to metrics.jsonl."""
     trained = np.flatnonzero(tables.trained)
     batch = len(groups)
     numbers = jax.device_get([n for n, _ in updates])
     before = np.zeros((len(tables.trained), batch))
     before[tuple(order[0].reshape(-1, 2).T)] = np.asarray(updates[0][1]).reshape(-1)
+    seconds = time.perf_counter() - began  # only now the updates are done, which the host has not waited for
     end = total.value.reshape(-1, batch)[-1][total.valid.reshape(-1, batch)[-1]]
     ends = [levels.value[-1][(groups == g) & levels.valid[-1]] for g in np.unique(groups)]
     spread = [group.std() if group.size else 0.0 for group in ends]

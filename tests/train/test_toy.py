@@ -5,6 +5,7 @@ import functools
 import json
 import re
 import resource
+import time
 from pathlib import Path
 
 import jax
@@ -12,7 +13,7 @@ import numpy as np
 import pytest
 
 from densegrpo_jax import cli
-from densegrpo_jax.train import metrics, report
+from densegrpo_jax.train import metrics, phases, report
 from densegrpo_jax.train.loop import train
 from densegrpo_jax_configs.variants import VARIANTS
 
@@ -55,6 +56,30 @@ def test_first_update_is_on_policy_and_later_ones_move(tmp_path):
         assert record["last_update"]["ratio_max"] > 1.0 + 1e-5
         worst = [v for v in record["log_ratio_before"]["delta_log_prob_max"] if v is not None]
         assert len(worst) == 9 and max(worst) < 1e-6
+
+
+def test_seconds_hold_the_updates_which_the_host_does_not_wait_for(tmp_path, monkeypatch):
+    original, pause = phases.make_update, 0.3
+
+    def slow(*args):
+        def nap(x):
+            time.sleep(pause)
+            return x
+
+        late = jax.jit(lambda x: jax.pure_callback(nap, jax.ShapeDtypeStruct(x.shape, x.dtype), x))
+        update = original(*args)
+
+        def call(*given):
+            state, numbers, log_ratio = update(*given)
+            return state, numbers, late(log_ratio)
+
+        return call
+
+    monkeypatch.setattr(phases, "make_update", slow)
+    train(config(tmp_path))
+    for record in steps(tmp_path):
+        assert record["phase_seconds"]["updates"] >= pause  # a lower bound, as the callback sleeps so long
+        assert record["seconds"] == pytest.approx(sum(record["phase_seconds"].values()))
 
 
 def test_the_same_command_continues_bitwise(tmp_path):
