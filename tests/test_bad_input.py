@@ -205,6 +205,8 @@ NUMBERS = [  # field, values out of its range, what the range is called
     ("optimizer.updates", (0, -2), "from 1 to"),
     ("optimizer.micro_batch", (0, -32), "from 1 to"),
     ("optimizer.ema_decay", (1.0, -0.5, "nan"), "from 0 to 0.999"),
+    ("parallel.devices", (0, -8), "from 1 to"),
+    ("parallel.fsdp", (0,), "from 1 to"),
     ("evaluation.every", (-1,), "from 0 to"),
     ("evaluation.num_steps", (0, 5000), "from 1 to 1000"),
     ("evaluation.images_per_prompt", (0,), "from 1 to"),
@@ -221,6 +223,7 @@ NUMBERS = [  # field, values out of its range, what the range is called
     ("run.keep", (0,), "from 1 to"),
     ("run.max_nonfinite", (-1,), "from 0 to"),
     ("run.report_every", (-5,), "from 0 to"),
+    ("run.profile", (-1,), "from 0 to"),
 ]  # fmt: skip
 
 WRONG_TYPES = [
@@ -235,6 +238,8 @@ WRONG_TYPES = [
 TOGETHER = [
     entry("updates_do_not_divide", "train toy --optimizer.updates 7", r"optimizer.updates = 7", "choose one of"),
     entry("chunk_does_not_divide", "train toy --sampling.chunk 7", "sampling.chunk = 7", "choose one of"),
+    entry("more_devices", "train toy --parallel.devices 3", "parallel.devices = 3: there are 1"),
+    entry("fsdp_does_not_divide", "train toy --parallel.fsdp 2", "parallel.fsdp = 2 does not divide the 1 devices", "choose one of"),
     entry("no_noise", "train toy --exploration.noise-level 0", "exploration.noise_level", "exploration.window"),
     *(entry(f"{sampler}_above_one", ["train", "toy", "--exploration.sampler", sampler, "--exploration.noise-level", "1.5"],
             "exploration.noise_level = 1.5", "from 0 to 1") for sampler in ("cps", "ddim_sde")),
@@ -477,7 +482,8 @@ def test_the_table_is_long_enough():
     assert len(TABLE) >= 150 and len({p.id for p in TABLE}) == len(TABLE)
 
 
-def test_a_second_run_in_a_folder_is_refused(tmp_path, capsys):
+def test_a_second_run_in_a_folder_is_refused(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(toy, "pretrained", lambda: pytest.fail("a model was loaded"))
     with lock.held(tmp_path):
         before = snapshot(tmp_path)
         assert run(["train", "toy", "--run.workdir", str(tmp_path)]) == 2
