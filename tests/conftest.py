@@ -42,9 +42,11 @@ def plain_dispatch(request):
 
 
 @pytest.fixture(autouse=True)
-def one_device(request, monkeypatch):
+def one_device(request):
     """Runs take one of the eight devices, except in tests of meshes."""
-    if not request.node.get_closest_marker("mesh"):
-        from densegrpo_jax.parallel import mesh
+    from densegrpo_jax.parallel import mesh
 
-        monkeypatch.setattr(mesh, "available", lambda: jax.devices()[:1])
+    with pytest.MonkeyPatch.context() as patch:  # its own, as a test may undo its patches
+        if not request.node.get_closest_marker("mesh"):
+            patch.setattr(mesh, "available", lambda: jax.devices()[:1])
+        yield
