@@ -15,7 +15,7 @@ def get_config() -> Config:
         prompts=dataclasses.replace(base.prompts, train="words/train", evaluation="words/heldout", per_step=2, group_size=12),
         sampling=dataclasses.replace(base.sampling, chunk=8),  # one part is read while the next is sampled
         exploration=dataclasses.replace(base.exploration, window="fixed", window_start=0, window_size=4),
-        optimizer=dataclasses.replace(base.optimizer, micro_batch=24),
+        optimizer=dataclasses.replace(base.optimizer, updates=3, micro_batch=24),
         evaluation=dataclasses.replace(base.evaluation, prompts=24, witnesses=()),
         run=dataclasses.replace(base.run, workdir=Path("runs/scenes_words")),
     )

@@ -158,8 +158,8 @@ def test_noise_is_addressed_by_prompt_and_image():
 def test_an_image_that_is_not_finite_is_masked(tmp_path, monkeypatch):
     good = policy.toy
 
-    def broken(config):
-        p = good(config)
+    def broken(config, mesh):
+        p = good(config, mesh)
         return p._replace(decode=lambda params, x: jnp.where(jnp.arange(len(x))[:, None, None, None] == 1, jnp.nan, p.decode(params, x)))
 
     monkeypatch.setattr(policy, "toy", broken)
