@@ -12,7 +12,7 @@ import jax
 import numpy as np
 import pytest
 
-from densegrpo_jax.train import checkpoint, metrics
+from densegrpo_jax.train import checkpoint, loop, metrics
 
 PROGRAM = [sys.executable, "-c", "import sys; from densegrpo_jax.cli import main; sys.exit(main())"]
 SMALL = (
@@ -140,3 +140,16 @@ def test_sigterm_saves_first(tmp_path, start):
     done = len(metrics.read(tmp_path / "run" / "metrics.jsonl"))
     assert checkpoint.steps(tmp_path / "run") == [done]
     assert f"stopped after step {done}; everything is saved" in log.read_text()
+    assert (tmp_path / "run" / "report.html").read_text().endswith("</html>")
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_second_signal_stops_at_once(number, capsys):
+    before = signal.getsignal(number)
+    with loop._interruptible() as stop:
+        assert signal.getsignal(number) != before  # or else the signal would end the tests
+        signal.raise_signal(number)
+        assert stop["asked"] and "again to stop at once" in capsys.readouterr().out
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(number)
+    assert signal.getsignal(number) == before
