@@ -20,7 +20,7 @@ from tests.train.test_recovery import config, spread
 STEPS, WARM = 300, 100
 ALLOCATOR = {"GLIBC_TUNABLES": "glibc.malloc.arena_max=1"}
 """As the quickstart sets it. With an arena for each thread, what the threads of the checkpoint writer leave free between blocks in use
-adds up to some 20 MB over the first fifty checkpoints, and a slope would measure that."""
+grows, and the bound is not met: docs/reliability.md."""
 
 
 def resident() -> float:
