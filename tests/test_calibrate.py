@@ -263,6 +263,14 @@ def test_a_broken_psi_file_is_named(tmp_path, calibrated, change, reason):
         psi.read(path)
 
 
+@pytest.mark.parametrize("settings", ["a", [1], {"model": "tiny"}])
+def test_settings_of_another_form_are_refused(tmp_path, calibrated, settings):
+    path = tmp_path / "psi.json"
+    path.write_text(json.dumps(json.loads(calibrated.read_text()) | {"settings": settings}))
+    with pytest.raises(ValueError, match="its settings are not those"):
+        psi.strange(config(tmp_path, exploration={"psi": path}))
+
+
 def test_a_run_keeps_its_psi_and_counts_steps_without_gains(tmp_path, calibrated, capsys):
     path, workdir = tmp_path / "psi.json", tmp_path / "run"
     path.write_bytes(calibrated.read_bytes())

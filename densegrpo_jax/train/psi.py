@@ -104,15 +104,23 @@ def noise_level(source: Path, sampler: str, sigmas: np.ndarray, trained: np.ndar
 
 def strange(config: Config) -> list[str]:
     """What a psi file was calibrated with and this run does not have, a line each: model, rewards, guidance. The levels still fit the grid,
-    but the balance that they were sought for is another's. A file that says nothing of it is taken as it is."""
+    but the balance that they were sought for is another's. A file that says nothing of it is taken as it is.
+
+    Raises:
+      ValueError: settings of another form.
+    """
     if config.exploration.psi is None:
         return []
-    said = json.loads(find(config.exploration.psi).read_text()).get("settings", {})
-    pairs = {
-        "model.path": (said.get("model", {}).get("path"), config.model.path),
-        "rewards": (said.get("rewards"), list(config.rewards)),
-        "sampling.guidance_scale": (said.get("sampling", {}).get("guidance_scale"), config.sampling.guidance_scale),
-    }
+    path = find(config.exploration.psi)
+    try:
+        said = json.loads(path.read_text()).get("settings", {})
+        pairs = {
+            "model.path": (said.get("model", {}).get("path"), config.model.path),
+            "rewards": (said.get("rewards"), list(config.rewards)),
+            "sampling.guidance_scale": (said.get("sampling", {}).get("guidance_scale"), config.sampling.guidance_scale),
+        }
+    except (json.JSONDecodeError, AttributeError) as error:
+        raise ValueError(f"{path}: its settings are not those that `densegrpo calibrate` writes ({error})") from error
     return [
         f"exploration.psi = {config.exploration.psi} was calibrated with {name} = {theirs}, and this run has {ours}"
         for name, (theirs, ours) in pairs.items()
