@@ -206,7 +206,7 @@ def batch(config: Config) -> Found:
 
 
 def memory(config: Config) -> Found:
-    parts = _bytes(config)
+    parts = _on_a_device(config, _bytes(config))
     total = sum(parts.values())
     listed = ", ".join(f"{name} {size / GIB:.2f}" for name, size in parts.items())
     available, where = _available()
@@ -387,6 +387,17 @@ def _bytes(config: Config) -> dict[str, float]:
     parts["trained weights, optimiser, average"] = 4 * FLOAT32 * recipe.size(_adapter(config, outline))
     parts["latents of a step"] = float(latents) * FLOAT32
     return parts
+
+
+def _on_a_device(config: Config, parts: dict[str, float]) -> dict[str, float]:
+    """Of those bytes, what each device of the run holds; on CPU all, as its devices share one memory."""
+    p, devices = config.parallel, parallel.count(config.parallel)
+    if jax.devices()[0].platform == "cpu":
+        return parts
+    whole = 1 if config.adapter.rank else p.fsdp  # all weights, where they are trained, are shared as the frozen ones
+    shares = {"vae": 1, "latents of a step": devices, "trained weights, optimiser, average": whole}
+    waits = p.encoders == "host"
+    return {name: 0.0 if waits and name.startswith("text_encoder") else size / shares.get(name, p.fsdp) for name, size in parts.items()}
 
 
 def _available() -> tuple[float | None, str]:

@@ -1,11 +1,13 @@
 """`densegrpo doctor`: what it says of sound and of unsound configs, and its exit code."""
 
 import dataclasses
+from types import SimpleNamespace
 
 import pytest
 
 from densegrpo_jax import cli, doctor
 from densegrpo_jax.train import loop
+from densegrpo_jax_configs.variants import change
 
 
 def lines(capsys) -> dict[str, list[str]]:
@@ -80,3 +82,21 @@ def test_repeated_prompts_are_a_warning(tmp_path):
     config = cli.load_config("toy")
     config = dataclasses.replace(config, prompts=dataclasses.replace(config.prompts, train=str(path)))
     assert ("warn", "prompts.train repeats 2 prompts, which are then drawn more often") in list(doctor.prompts(config))
+
+
+@pytest.mark.mesh
+def test_the_dry_run_fills_the_devices(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert cli.main(["doctor", "toy", "--parallel.fsdp", "2"]) == 0
+    ok = "\n".join(lines(capsys)["ok"])
+    assert "8 of them taken, fsdp 2" in ok and "two steps on one prompt" in ok
+
+
+def test_memory_is_that_of_one_device(monkeypatch):
+    monkeypatch.setattr(doctor.parallel, "count", lambda settings: 8)
+    monkeypatch.setattr(doctor.jax, "devices", lambda: [SimpleNamespace(platform="gpu")])
+    parts = {"transformer": 8.0, "text_encoder_3": 4.0, "vae": 2.0, "latents of a step": 16.0, "trained weights, optimiser, average": 6.0}
+    config = change(cli.load_config("scenes_preference"), parallel={"fsdp": 4, "encoders": "host"})
+    assert list(doctor._on_a_device(config, parts).values()) == [2.0, 0.0, 2.0, 2.0, 6.0]
+    config = change(config, parallel={"encoders": "device"}, adapter={"rank": 0})
+    assert list(doctor._on_a_device(config, parts).values()) == [2.0, 1.0, 2.0, 2.0, 1.5]
