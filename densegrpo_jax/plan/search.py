@@ -42,7 +42,7 @@ def configured(recipe: Recipe, topology: Topology, fsdp: int) -> Settings:
         raise ValueError(f"fsdp = {fsdp} does not divide the {n} chips of {topology.name}; choose one of {divisors(n)}")
     chunk = config.sampling.chunk or batch_size(config)
     micro, decode = micro_batch(config, recipe.trained_steps, n), decode_size(config, recipe.images, n)
-    return Settings(fsdp, chunk, micro, decode, config.optimizer.remat, attentions(recipe, topology)[0])
+    return Settings(fsdp, chunk, micro, decode, config.optimizer.remat, attentions(recipe, topology)[0], config.parallel.encoders)
 
 
 def divisors(number: int) -> list[int]:

@@ -79,6 +79,12 @@ def test_sharing_weights_saves_their_memory_and_costs_links(pickscore):
     assert first.received == 0 and second.received == pytest.approx(calls * 2.47e9 * 2 * 7 / 8, rel=1e-3)
 
 
+def test_a_config_s_own_devices_are_planned(pickscore):
+    own = change(pickscore.config, parallel={"encoders": "host"}, sampling={"chunk": 24})
+    settings = search.configured(pickscore._replace(config=own), topology("h100:8"), 2)
+    assert (settings.fsdp, settings.encoders) == (2, "host")
+
+
 def test_memory_is_the_largest_phase_not_the_sum(pickscore):
     needed = memory.memory(pickscore, search.search(pickscore, topology("v6e:2x4")), topology("v6e:2x4"))
     assert needed.peak == sum(needed.resident.values()) + needed.during[needed.fullest]
