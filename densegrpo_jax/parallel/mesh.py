@@ -3,8 +3,7 @@
 import jax
 
 from densegrpo_jax.config import Parallel
-
-AXES = ("data", "fsdp")
+from densegrpo_jax.models.attention import BATCH_AXES as AXES
 
 
 def available() -> list[jax.Device]:

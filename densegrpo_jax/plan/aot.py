@@ -19,6 +19,7 @@ import numpy as np
 from densegrpo_jax import flow, parallel
 from densegrpo_jax.config import Config, batch_size
 from densegrpo_jax.families import Conditioning, Configs
+from densegrpo_jax.parallel.mesh import AXES
 from densegrpo_jax.plan.chips import Topology
 from densegrpo_jax.plan.recipe import Recipe, abstract_policy
 from densegrpo_jax.plan.roofline import Settings
@@ -74,7 +75,7 @@ def mesh(where: Topology, fsdp: int) -> jax.sharding.Mesh:
     except Exception as error:  # libtpu's own kind
         raise ValueError(f"{where.name}: libtpu has no such slice ({str(error).splitlines()[0]})") from error
     grid = np.array(devices[: where.count]).reshape(-1, fsdp)
-    return jax.sharding.Mesh(grid, ("data", "fsdp"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+    return jax.sharding.Mesh(grid, AXES, axis_types=(jax.sharding.AxisType.Auto,) * len(AXES))
 
 
 def with_layers(configs: Configs, layers: int) -> Configs:
@@ -119,7 +120,7 @@ def build(name: str, recipe: Recipe, settings: Settings, devices: jax.sharding.M
     config, policy = _settled(recipe, settings)
     shard = jax.sharding.NamedSharding
     everywhere = shard(devices, jax.P())
-    rows, P = ("data", "fsdp"), config.prompts.per_step
+    rows, P = AXES, config.prompts.per_step
     B, T = batch_size(config), config.sampling.num_steps
 
     def array(shape, *spec, dtype=jnp.float32):
