@@ -79,7 +79,8 @@ def share_base(workdir: Path) -> None:
     path = workdir / "evaluation.jsonl"
     for other in sorted(workdir.parent.glob("*/evaluation.jsonl")) if not path.exists() else ():
         first = metrics.read(other)[:1]
-        if first and first[0]["done"] == 0 and set(WITNESSES) <= first[0]["rewards"].keys():
+        images = len(first[0]["prompt"]) if first and first[0]["done"] == 0 else 0
+        if images == EVALUATED[0] * EVALUATED[1] and set(WITNESSES) <= first[0]["rewards"].keys():
             (workdir / "samples").mkdir(parents=True, exist_ok=True)
             shutil.copy(other.parent / "samples" / "000000.png", workdir / "samples")
             metrics.append(path, first[0])
@@ -208,7 +209,9 @@ def show(args) -> None:
         "cores": len(os.sched_getaffinity(0)), "python": platform.python_version(), "packages": packages,
     }  # fmt: skip
     args.json.write_text(json.dumps(record) + "\n")
-    if there := {arm: list(of.values()) for arm, of in runs.items() if of and arm in seconds}:
+    if missing := [arm for arm, of in runs.items() if of and arm not in seconds]:
+        print(f"no table: no seconds a step of {', '.join(missing)}; run `time` first")
+    elif there := {arm: list(of.values()) for arm, of in runs.items() if of}:
         print(summarise(there, LEARNING_RATES, seconds, args.steps, budget))
         if args.picture:
             draw(there, seconds, args.picture)
@@ -236,6 +239,7 @@ def main():
     args.steps = args.steps or (30 if args.what == "tune" else 40)
     if args.quick:
         args.steps, args.every, args.seeds = 2, 1, args.seeds[:1]
+        args.json = args.workdir / "comparison.json"
     {"tune": tune, "time": time, "train": train_all, "show": show}[args.what](args)
 
 
