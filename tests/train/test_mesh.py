@@ -129,6 +129,17 @@ def test_nothing_is_compiled_after_the_second_step_and_the_old_state_is_given_up
     assert all(leaf.is_deleted() for state in states for leaf in jax.tree.leaves(state.trained))
 
 
+def test_all_weights_are_shared_where_all_are_trained(tmp_path, monkeypatch):
+    placed, original = [], phases.make_update
+    monkeypatch.setattr(phases, "make_update", lambda config, policy, state=None: placed.append(state) or original(config, policy, state))
+    for name, settings in (("one", Parallel(devices=1)), ("mesh", Parallel(fsdp=4))):
+        loop.train(config(tmp_path / name, settings, adapter={"rank": 0}, evaluation={"every": 0}, run={"steps": 1}))
+    close(tmp_path / "one", tmp_path / "mesh")
+    kernels = [leaf for leaf in jax.tree.leaves(placed[1]) if leaf.ndim == 2 and max(leaf.shape) % 4 == 0]
+    assert len(kernels) > 4  # of weights, moments and average
+    assert all(4 * np.prod(leaf.sharding.shard_shape(leaf.shape)) == leaf.size for leaf in kernels)
+
+
 def test_a_run_goes_on_with_other_devices(tmp_path, alone):
     for steps, settings in ((1, Parallel(fsdp=2)), (3, Parallel(devices=1))):
         loop.train(config(tmp_path, settings, run={"steps": steps}, evaluation={"every": 0}))
