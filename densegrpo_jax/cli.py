@@ -1,7 +1,10 @@
 """The command line: `densegrpo COMMAND ...`."""
 
+import contextlib
+import ctypes
 import dataclasses
 import importlib.util
+import os
 import sys
 from pathlib import Path
 from typing import Literal
@@ -72,6 +75,16 @@ def load_config(name: str) -> Config:
     return apply(config, variants) if variants else config
 
 
+def one_arena() -> None:
+    """Has glibc take memory for all threads from one place, unless the user has chosen otherwise.
+
+    By default each thread has an arena; the checkpoint writer leaves those of its threads in pieces, so memory grows with every checkpoint.
+    """
+    if not os.environ.keys() & {"MALLOC_ARENA_MAX", "GLIBC_TUNABLES"}:
+        with contextlib.suppress(OSError, AttributeError):  # another C library
+            ctypes.CDLL("libc.so.6").mallopt(-8, 1)  # M_ARENA_MAX
+
+
 def _train(argv: list[str]) -> int:
     """train CONFIG [--section.field VALUE ...]    fine-tune; the same command again continues"""
     if not argv or argv[0] in ("-h", "--help"):
@@ -79,6 +92,7 @@ def _train(argv: list[str]) -> int:
         print("\n`densegrpo train CONFIG --help` explains every field.")
         return 0
     config = tyro.cli(Config, default=load_config(argv[0]), args=argv[1:], prog=f"densegrpo train {argv[0]}")
+    one_arena()
     from densegrpo_jax import doctor
     from densegrpo_jax.train.loop import train
 

@@ -84,6 +84,25 @@ def test_repeated_prompts_are_a_warning(tmp_path):
     assert ("warn", "prompts.train repeats 2 prompts, which are then drawn more often") in list(doctor.prompts(config))
 
 
+@pytest.mark.parametrize(("share", "status"), [(0.5, "ok"), (0.9, "warn"), (1.1, "FAIL")])
+def test_memory_that_does_not_suffice_fails(share, status, monkeypatch):
+    config = cli.load_config("scenes_preference")
+    taken = sum(doctor._on_a_device(config, doctor._bytes(config)).values())
+    monkeypatch.setattr(doctor, "_available", lambda: (taken / share, "the device"))
+    ((found, text),) = doctor.memory(config)
+    assert found == status and "transformer" in text and ("smaller prompts.per_step" in text) == (status != "ok")
+
+
+@pytest.mark.parametrize(("checkpoints", "status"), [(50, "ok"), (6, "warn"), (3, "FAIL")])
+def test_a_disk_without_room_for_the_checkpoints_fails(checkpoints, status, monkeypatch, tmp_path):
+    config = change(cli.load_config("scenes_preference"), run={"keep": 3, "workdir": tmp_path / "run"})  # and the best, and a new one
+    one = doctor._bytes(config)["trained weights, optimiser, average"]
+    more = 2**28 if status == "ok" else 0
+    monkeypatch.setattr(doctor.shutil, "disk_usage", lambda folder: SimpleNamespace(free=checkpoints * one + more))
+    ((found, text),) = doctor.disk(config)
+    assert found == status and str(tmp_path / "run") in text and ("lower run.keep" in text) == (status == "FAIL")
+
+
 @pytest.mark.mesh
 def test_the_dry_run_fills_the_devices(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)

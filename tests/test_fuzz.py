@@ -22,7 +22,8 @@ from densegrpo_jax.models.weights import open_file, open_weights
 from densegrpo_jax.rewards import wire
 
 GROWTH = 200 * 2**10  # KiB that a fuzzer may add to the peak of this process
-FUZZ = settings(max_examples=300, deadline=2000, suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture])
+EXAMPLES, MORE = 300, 20_000  # of each fuzzer: in CI, always the same; in the full run, every time others
+DEADLINE = 2000  # milliseconds for one
 REFUSED = (ValueError, OSError)
 
 SAFETENSORS = save({"a.weight": np.arange(12, dtype=np.float32).reshape(3, 4), "b": np.ones(5, np.float16)})
@@ -76,9 +77,7 @@ def headers():
     return st.builds(lambda t, n, tail: struct.pack("<Q", len(t) if n is None else n) + t + tail, text, length, st.binary(max_size=64))
 
 
-@FUZZ
-@given(st.one_of(mutated(SAFETENSORS), st.binary(max_size=200), headers()))
-def test_safetensors(content):
+def safetensors(content):
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "model.safetensors"
         path.write_bytes(content)
@@ -88,18 +87,16 @@ def test_safetensors(content):
                 assert name in handle.keys() and int(np.prod(stored.shape)) <= 8 * len(content)
 
 
-@FUZZ
-@given(
-    st.sampled_from((".txt", ".jsonl")),
-    st.one_of(
-        mutated(b'{"prompt": "a cat", "tag": "counting", "include": [{"class": "cat", "count": 2}], "exclude": []}\n', b"a cat\na dog\n"),
-        st.binary(max_size=300),
-        st.recursive(st.none() | st.booleans() | st.floats() | st.text(max_size=4), lambda x: st.lists(x, max_size=3), max_leaves=6).map(
-            lambda x: json.dumps({"prompt": "a", "include": x, "exclude": x}).encode()
-        ),
+PROMPTS = st.one_of(
+    mutated(b'{"prompt": "a cat", "tag": "counting", "include": [{"class": "cat", "count": 2}], "exclude": []}\n', b"a cat\na dog\n"),
+    st.binary(max_size=300),
+    st.recursive(st.none() | st.booleans() | st.floats() | st.text(max_size=4), lambda x: st.lists(x, max_size=3), max_leaves=6).map(
+        lambda x: json.dumps({"prompt": "a", "include": x, "exclude": x}).encode()
     ),
 )
-def test_prompt_files(suffix, content):
+
+
+def prompt_files(suffix, content):
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / f"prompts{suffix}"
         path.write_bytes(content)
@@ -108,9 +105,7 @@ def test_prompt_files(suffix, content):
             assert all(text.strip() and "\0" not in text for text in found.texts) and prompts.describe(found, found)
 
 
-@FUZZ
-@given(st.one_of(mutated(*REQUESTS), st.binary(max_size=300), st.binary(max_size=200).map(lambda tail: REQUESTS[0][:120] + tail)))
-def test_requests_to_a_reward_server(body):
+def requests_to_a_reward_server(body):
     with contextlib.suppress(ValueError):
         found = wire.decode(body, wire.Limits(bytes=2**20))
         assert found.images.dtype == np.uint8 and len(found.images) == len(found.prompts) == len(found.metadata)
@@ -134,9 +129,7 @@ STEPS = st.builds(
 )
 
 
-@settings(FUZZ, max_examples=400)
-@given(st.lists(st.tuples(st.sampled_from(FIELDS), VALUES) | st.tuples(st.just("--completion.steps"), STEPS), min_size=1, max_size=3))
-def test_overrides_of_a_config(given_values):
+def overrides_of_a_config(given_values):
     arguments = [part for pair in given_values for part in pair]
     with contextlib.redirect_stderr(io.StringIO()), contextlib.redirect_stdout(io.StringIO()):
         try:
@@ -147,3 +140,23 @@ def test_overrides_of_a_config(given_values):
             assert stop.code in (0, 2)
         except REFUSED:
             pass
+
+
+FUZZERS = {
+    safetensors: (st.one_of(mutated(SAFETENSORS), st.binary(max_size=200), headers()),),
+    prompt_files: (st.sampled_from((".txt", ".jsonl")), PROMPTS),
+    requests_to_a_reward_server: (
+        st.one_of(mutated(*REQUESTS), st.binary(max_size=300), st.binary(max_size=200).map(lambda tail: REQUESTS[0][:120] + tail)),
+    ),
+    overrides_of_a_config: (
+        st.lists(st.tuples(st.sampled_from(FIELDS), VALUES) | st.tuples(st.just("--completion.steps"), STEPS), min_size=1, max_size=3),
+    ),
+}
+
+
+@pytest.mark.parametrize("examples", [EXAMPLES, pytest.param(MORE, marks=[pytest.mark.slow, pytest.mark.timeout(3600)])])
+@pytest.mark.parametrize("fuzzer", FUZZERS, ids=lambda fuzzer: fuzzer.__name__)
+def test_only_refusals_come_out(fuzzer, examples):
+    slow = [HealthCheck.too_slow]
+    chosen = settings(max_examples=examples, deadline=DEADLINE, derandomize=examples == EXAMPLES, suppress_health_check=slow, database=None)
+    chosen(given(*FUZZERS[fuzzer])(fuzzer))()

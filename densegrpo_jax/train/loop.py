@@ -121,8 +121,8 @@ def _run(
         for done in sorted(owed):  # the base model, and what a kill has left undone
             evaluate(_averaged(config, state) if done else None, done)
         measured = metrics.read(evaluations)
-        checkpoint.retain(config)
-    health.stop_if_sick(config, history, measured)
+    checkpoint.retain(config)  # a kill may have come between an evaluation and this
+    _stop_if_sick(config, history, measured)  # as a kill may have come between the verdict and its report
     complained: set[tuple[str, str]] = set()  # what is wrong with which reward
     recent: list[float] = []  # seconds of the last steps
     shown = {"disable": not metrics.is_terminal(), "unit": "step", "dynamic_ncols": True}
@@ -219,11 +219,7 @@ def _run(
                 bar.write(f"warning: {alarm.line()}")
         if last or (config.run.report_every and done % config.run.report_every == 0):
             report.write(workdir)
-        try:
-            health.stop_if_sick(config, history, measured)
-        except health.Stopped:
-            report.write(workdir)
-            raise
+        _stop_if_sick(config, history, measured)
 
     bar.close()
     if config.evaluation.final_prompts and int(state.step) == config.run.steps:
@@ -447,6 +443,14 @@ def _make_evaluation(config: Config, policy: Policy, mesh, decode, scorers: dict
 
 
 # ------------------------------------------------------------------------------------------------------------------ around
+
+
+def _stop_if_sick(config: Config, history: list[dict], evaluations: list[dict]) -> None:
+    try:
+        health.stop_if_sick(config, history, evaluations)
+    except health.Stopped:
+        report.write(config.run.workdir)
+        raise
 
 
 @contextmanager

@@ -219,7 +219,7 @@ def _health(steps, config) -> str:
         ("adapter norm", [s["last_update"]["adapter_norm"] for s in steps], None),
         ("groups with equal rewards", [s["equal_groups"] for s in steps], None),
         ("brightness and contrast", [[s["images"].get(name) for name in ("brightness", "contrast")] for s in steps], None),
-        ("std of the final latents", [s["images"]["latent_std"] for s in steps], None),
+        ("mean and std of the final latents", [[s["images"].get(name) for name in ("latent_mean", "latent_std")] for s in steps], None),
         ("not finite: updates left out", [_left_out(s) for s in steps], None),
     )
     figure, axes = _figure(len(curves), 2.6)

@@ -44,9 +44,9 @@ def start(tmp_path_factory):
     return start
 
 
-def finish(start, command, workdir, log):
+def finish(start, command, workdir, log, code=0):
     with log.open("a") as file:
-        assert start(command, workdir, file).wait(timeout=500) == 0, log.read_text()[-3000:]
+        assert start(command, workdir, file).wait(timeout=500) == code, log.read_text()[-3000:]
 
 
 def kill(start, command, workdir, log, watched, changes, delay) -> None:
@@ -129,13 +129,35 @@ def test_a_killed_calibration_ends_with_the_same_psi(tmp_path, start, kills):
     assert whole == parts
 
 
-def test_sigterm_saves_first(tmp_path, start):
+def test_killed_around_a_collapse_the_same_command_stops_the_same(tmp_path, start):
+    harmful = SMALL.replace("collapse-reward 0", "collapse-reward 0.1") + " --optimizer.learning-rate 0.3"
+    command, log, whole, parts = f"train toy {harmful} --run.steps 40", tmp_path / "log", tmp_path / "whole", tmp_path / "parts"
+    finish(start, command, whole, log, code=3)
+    evaluations, steps = len(metrics.read(whole / "evaluation.jsonl")), len(metrics.read(whole / "metrics.jsonl"))
+    assert steps < 40 and "collapsed: the held-out reward" in log.read_text()
+    with log.open("a") as file:
+        for reached in (
+            lambda: len(metrics.read(parts / "evaluation.jsonl")) == evaluations,  # all that the verdict needs is there
+            lambda: (parts / "report.html.tmp").exists(),  # it has fallen, and the report is being written
+        ):
+            process = start(command, parts, file)
+            while process.poll() is None and not reached():
+                time.sleep(0.001)
+            process.send_signal(signal.SIGKILL)
+            assert process.wait() == -signal.SIGKILL, log.read_text()[-3000:]
+    (parts / "report.html").unlink(missing_ok=True)
+    finish(start, command, parts, log, code=3)
+    same(whole, parts, steps)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_to_stop_saves_first(tmp_path, start, number):
     command, log = f"train toy {SMALL} --run.steps 1000 --run.save-every 1000 --run.no-keep-best --evaluation.every 0", tmp_path / "log"
     with log.open("w") as file:
         process = start(command, tmp_path / "run", file)
         while process.poll() is None and not metrics.read(tmp_path / "run" / "metrics.jsonl"):
             time.sleep(0.01)
-        process.send_signal(signal.SIGTERM)
+        process.send_signal(number)
         assert process.wait(timeout=300) == 0, log.read_text()[-3000:]
     done = len(metrics.read(tmp_path / "run" / "metrics.jsonl"))
     assert checkpoint.steps(tmp_path / "run") == [done]
