@@ -63,7 +63,7 @@ def signs(args) -> dict:
     for grid in GRIDS:
         loaded: list = []  # model, prompts and program, only if something is left to do
         for sampler, level in SAMPLERS.items():
-            for seed in range(args.seeds):
+            for seed in args.seeds:
                 sizes = {"rewards": args.reward, "prompts": args.prompts, "members": args.members, "config": args.config}
                 key = {"grid": grid, "sampler": sampler, "noise_level": level, "seed": seed} | sizes
 
@@ -121,8 +121,8 @@ def training(args) -> dict:
     config = base(args, args.grid, args.workdir / "psi")
     options = Calibration(iterations=2 if args.quick else 80, start="noise_level")
     psi = calibrate.calibrate(config, options)
-    rows = []
-    for seed in range(args.seeds):
+    rows, witnesses = [], config.evaluation.witnesses[:1]  # strict
+    for seed in args.seeds:
         for credit in CREDIT:
             for noise in NOISE:
                 name = f"{credit}-{'psi' if noise == NOISE[1] else 'fixed'}-{seed}"
@@ -132,7 +132,7 @@ def training(args) -> dict:
                     credit={"method": credit},
                     exploration={"psi": psi if noise == NOISE[1] else None},
                     run={"seed": seed, "steps": args.steps, "workdir": args.workdir / name, "report_every": 0},
-                    evaluation={"every": 0, "final_prompts": args.final_prompts, "final_images_per_prompt": 6},
+                    evaluation={"every": 0, "final_prompts": args.final_prompts, "final_images_per_prompt": 6, "witnesses": witnesses},
                 )
 
                 def compute(arm=arm):
@@ -144,7 +144,31 @@ def training(args) -> dict:
                     return {"difference": pairs, "seconds": seconds, "training_reward": [step["reward"] for step in steps]}
 
                 rows.append(key | {"result": once(args.workdir / "training.jsonl", key, compute)})
-    return {"rows": rows, "multiplier": json.loads(psi.read_text())["multiplier"]}
+    return {"rows": rows, "summary": summary_of_training(rows, args), "multiplier": json.loads(psi.read_text())["multiplier"]}
+
+
+def summary_of_training(rows: list[dict], args) -> list[dict]:
+    """By credit and reward: the seeds' differences to the base with either noise, and of psi to a = 0.7 on the same pictures; means over
+    seeds with their standard errors."""
+    result = []
+    for credit in CREDIT:
+        for reward in rows[0]["result"]["difference"]:
+            line = {"credit": credit, "scored": reward, "seeds": len(args.seeds)}
+            for noise in NOISE:
+                of = [row["result"]["difference"][reward][0] for row in rows if (row["credit"], row["noise"]) == (credit, noise)]
+                line[noise] = mean_and_error(of)
+            of = []
+            for seed in args.seeds:
+                ends = [metrics.read(args.workdir / f"{credit}-{kind}-{seed}" / "final.jsonl")[-1] for kind in ("fixed", "psi")]
+                of.append(report.paired_difference(*ends, reward)[0])
+            result.append(line | {"psi over a = 0.7": mean_and_error(of)})
+    return metrics.plain(result)
+
+
+def mean_and_error(values: list[float]) -> list[float]:
+    """Mean over seeds and its standard error, which one seed does not have."""
+    error = np.std(values, ddof=1) / np.sqrt(len(values)) if len(values) > 1 else float("nan")
+    return [float(np.mean(values)), float(error)]
 
 
 def print_training(result: dict) -> None:
@@ -155,6 +179,10 @@ def print_training(result: dict) -> None:
         found = row["result"]
         cells = "".join(f"{mean:>+20.4f} ± {error:.4f}" for mean, error in found["difference"].values())
         print(f"{row['credit']:<12}{row['noise']:<16}{row['seed']:>5}  {cells}{found['seconds']:9.2f}")
+    print()
+    for line in result["summary"]:
+        cells = [f"{name} {line[name][0]:+.4f} ± {report._number(line[name][1]):.4f}" for name in (*NOISE, "psi over a = 0.7")]
+        print(f"{line['credit']:<12}{line['scored']:<24}" + "   ".join(cells))
 
 
 def main():
@@ -167,20 +195,20 @@ def main():
     parser.add_argument("--members", type=int, default=2, help="signs: trajectories a prompt")
     parser.add_argument("--steps", type=int, default=100, help="training: steps of every arm")
     parser.add_argument("--final-prompts", type=int, default=128, help="training: held-out prompts, six images each")
-    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2], help="two commands may share a workdir if their seeds differ")
     parser.add_argument("--workdir", type=Path, default=Path("runs/calibration"))
     parser.add_argument("--json", type=Path, help="write the results here")
     parser.add_argument("--quick", action="store_true", help="the 8x8 toy, one seed, few trajectories or steps: does it run at all")
     args = parser.parse_args()
     if args.quick:
-        args.config, args.reward, args.prompts, args.members, args.seeds, args.steps = "toy", ["toy_spot"], 48, 2, 1, 2
+        args.config, args.reward, args.prompts, args.members, args.seeds, args.steps = "toy", ["toy_spot"], 48, 2, [0], 2
         args.final_prompts, args.workdir = 9, args.workdir / "quick"
     args.workdir.mkdir(parents=True, exist_ok=True)
     about = {
         "question": args.question,
         "device": f"{jax.devices()[0].device_kind}, {os.cpu_count()} cores, load {os.getloadavg()[0]:.1f} at the start",
         "versions": {"python": platform.python_version()} | {name: version(name) for name in ("jax", "flax", "numpy")},
-        "seeds": list(range(args.seeds)),
+        "seeds": args.seeds,
     }
     print("\n".join(f"{key}: {value}" for key, value in about.items()), flush=True)
     result = {"signs": signs, "training": training}[args.question](args)
