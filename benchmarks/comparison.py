@@ -8,7 +8,6 @@ commands may share a workdir if each takes other arms or seeds.
 
 tune   every arm at the same learning rates, the same number of steps, on a seed of its own; LEARNING_RATES holds the best of each.
 time   a few steps of every arm, in turns on the same cores: seconds a step (sampling, scoring, updates; no compilation, no evaluation).
-       The record's own are of sampling and scoring alone, from before steps were timed to the end of their updates: time anew.
 train  every arm and seed at its rate, for as long as the slowest arm takes for `--steps`: faster arms do more steps.
 show   gains at equal updates and at equal time, mean over seeds and its standard error; the record (--json) is brought up to date with
        what the workdir holds. Arms and times that the workdir does not have are those of the record.
@@ -140,15 +139,16 @@ def draw(runs: dict, seconds: dict, path: Path) -> None:
     figure = Figure(figsize=(4.6 * len(rewards), 7), layout="constrained")
     axes = figure.subplots(2, len(rewards), squeeze=False)
     for n, (arm, seeds) in enumerate(runs.items()):
-        for row, scale in zip(axes, (1.0, seconds[arm]), strict=True):
+        for row, (scale, unit) in zip(axes, ((1.0, "training steps"), (seconds[arm], "seconds of training")), strict=True):
             for axis, reward in zip(row, rewards, strict=True):
                 for run in seeds:
                     axis.plot(np.array(run["done"]) * scale, [m for m, _ in run["gains"][reward]], color=f"C{n}", alpha=0.35, lw=0.8)
-                shared = [d for d in seeds[0]["done"] if all(d <= run["done"][-1] for run in seeds)]
+                last = min(run["done"][-1] for run in seeds)
+                shared = sorted({d for run in seeds for d in run["done"] if d <= last})
                 middle = [np.mean([at(run, reward, d) for run in seeds]) for d in shared]
                 axis.plot(np.array(shared) * scale, middle, "o-", ms=3, color=f"C{n}", label=arm)
                 axis.set_title(reward)
-                axis.set_xlabel("training steps" if row is axes[0] else "seconds of training")
+                axis.set_xlabel(unit)
     axes[0][0].legend(frameon=False)
     figure.savefig(path, dpi=110)
 
@@ -193,12 +193,13 @@ def recorded(args) -> dict:
 
 def show(args) -> None:
     record = recorded(args)
-    seconds, runs, tuned = seconds_of(args.workdir, record), record.get("runs", {}), record.get("tuned", {})
+    seconds = seconds_of(args.workdir, record)
+    runs, tuned = ({arm: record.get(what, {}).get(arm, {}) for arm in ARMS} for what in ("runs", "tuned"))
     for arm in ARMS:
         found = {path.name.rpartition("-")[2]: gains_of(path) for path in sorted(args.workdir.glob(f"{name_of(arm)}-[0-9]*"))}
-        runs[arm] = runs.get(arm, {}) | {seed: run for seed, run in found.items() if run}
+        runs[arm] |= {seed: run for seed, run in found.items() if run}
         tried = {f"{rate:g}": gains_of(args.workdir / f"tune-{name_of(arm)}-{rate:g}") for rate in TUNED_OVER}
-        tuned[arm] = tuned.get(arm, {}) | {rate: run for rate, run in tried.items() if run}
+        tuned[arm] |= {rate: run for rate, run in tried.items() if run}
         for rate, run in tuned[arm].items():
             print(f"{arm:<24} lr {rate:<7}" + "".join(f" {name} {g[-1][0]:+.3f} ± {g[-1][1]:.3f} " for name, g in run["gains"].items()))
     packages = {name: version(name) for name in ("jax", "flax", "optax", "densegrpo_jax")}

@@ -93,11 +93,14 @@ def _train(argv: list[str]) -> int:
         return 0
     config = tyro.cli(Config, default=load_config(argv[0]), args=argv[1:], prog=f"densegrpo train {argv[0]}")
     one_arena()
-    from densegrpo_jax import doctor
+    from densegrpo_jax import doctor, parallel
     from densegrpo_jax.train.loop import train
 
+    parallel.join(config.parallel)
     doctor.refuse(config)
-    print(f"report: {train(config)}")
+    report = train(config)
+    if parallel.primary():
+        print(f"report: {report}")
     return 0
 
 

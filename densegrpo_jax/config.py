@@ -183,11 +183,18 @@ class Optimizer:
 @dataclass(frozen=True)
 class Parallel:
     devices: int | None = None
-    """Devices of this machine that take part; all by default. They share the trajectories evenly."""
+    """Devices that take part; all by default, and of several processes always all. They share the trajectories evenly."""
     fsdp: int = 1
     """Devices that share the frozen weights, gathering them layer by layer, instead of a copy each; for what does not fit one."""
     encoders: Literal["device", "host"] = "device"
     """Where the text encoders wait: "host" brings them to the device for new prompts only."""
+    coordinator: str | None = None
+    """HOST:PORT of the first of several processes, which all run this command with the same work folder and their own `process`;
+    "cluster" where JAX can ask (Cloud TPU). Several tasks of SLURM and hosts of GKE find each other by themselves."""
+    processes: int | None = None
+    """Number of processes, with a coordinator."""
+    process: int | None = None
+    """Which of them this is, from 0."""
 
 
 @dataclass(frozen=True)

@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from densegrpo_jax import parallel
 from densegrpo_jax.families import FAMILIES, Conditioning, Configs, DynamicShift
 from densegrpo_jax.flow.grid import flux_shift
 from densegrpo_jax.flow.rollout import in_chunks
@@ -247,7 +248,7 @@ def encode_prompts(
 
 @partial(jax.jit, static_argnums=(0, 1, 2))
 def _encode(configs, dtype, max_sequence_length, params, ids):
-    return FAMILIES[configs.family].text(configs, dtype, max_sequence_length, params, ids)
+    return parallel.whole(FAMILIES[configs.family].text(configs, dtype, max_sequence_length, params, ids))
 
 
 def truncated(pipe: Pipeline, prompts: Sequence[str], max_sequence_length: int = 256) -> list[str]:

@@ -1,4 +1,4 @@
-"""The mesh: the devices of this machine, with axes "data" and "fsdp"."""
+"""The mesh: the devices of all processes, with axes "data" and "fsdp"."""
 
 import jax
 
@@ -21,6 +21,8 @@ def count(parallel: Parallel) -> int:
     devices = there if parallel.devices is None else parallel.devices
     if devices > there:
         raise ValueError(f"parallel.devices = {devices}: there are {there}")
+    if devices < there and jax.process_count() > 1:
+        raise ValueError(f"parallel.devices = {devices}: {jax.process_count()} processes have {there} together, and all of them take part")
     if devices % parallel.fsdp:
         valid = [n for n in range(1, devices + 1) if devices % n == 0]
         raise ValueError(f"parallel.fsdp = {parallel.fsdp} does not divide the {devices} devices; choose one of {valid}")

@@ -37,6 +37,13 @@ def by_rows(tree: Any, axis: int = 0) -> Any:
     return jax.tree.map(lambda leaf: jax.lax.with_sharding_constraint(leaf, spec) if leaf.ndim > axis else leaf, tree)
 
 
+def whole(tree: Any) -> Any:
+    """Inside a program: has every device of the ambient mesh hold the arrays, so that each process can read them."""
+    if jax.sharding.get_abstract_mesh().empty:
+        return tree
+    return jax.tree.map(lambda leaf: jax.lax.with_sharding_constraint(leaf, jax.P()), tree)
+
+
 def spread(mesh: Mesh, shapes: Any) -> Any:
     """Shardings of frozen weights over the axis "fsdp": by the longest side that it divides, never by the stack of layers, which a scan
     takes one by one. Vectors, and what no side fits, are whole everywhere.

@@ -127,7 +127,7 @@ def _head(name: str, recipe: Recipe, settings: Settings, where: Topology) -> lis
         f"            {flags(recipe, settings, where)}",
     ]
     if where.hosts > 1:
-        lines.append(f"            the trainer takes the devices of one machine so far, and these are in {where.hosts}")
+        lines.append(f"            {where.hosts} hosts, each with a process of the run; they need one work folder that all of them see")
     if r.elsewhere:
         lines.append(f"not counted {', '.join(r.elsewhere)}: not scored on the chips, or of unknown size")
     return lines

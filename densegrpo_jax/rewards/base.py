@@ -13,6 +13,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from densegrpo_jax import parallel
+
 Reward = Callable[..., Any]
 
 NOISE = 1e-6  # spread relative to the values below which they are taken as equal: a float32 scorer's rounding
@@ -68,6 +70,8 @@ def score(name: str, reward: Reward, images: Any, prompts: Sequence[str], metada
     count = len(prompts)
     if len(images) != count or len(metadata) != count:
         raise ValueError(f"reward {name!r}: {len(images)} images, {count} prompts and {len(metadata)} metadata; give one of each")
+    if not count:  # a process may have no part of so few images
+        return Scores(np.zeros(0), np.zeros(0, bool))
     result = reward(images, list(prompts), list(metadata))
     value, valid = result if isinstance(result, tuple) else (result, None)
     value = np.asarray(value, np.float64)
@@ -100,8 +104,8 @@ def score_parts(
 
     Args:
       scorers: rewards by name.
-      parts: (rows [n], images uint8 [n, H, W, 3], finite [n]), where rows are places in the result; all parts together hold 0 .. N - 1.
-        Arrays of a device that are still being computed are waited for where they are needed.
+      parts: (rows [n], images uint8 [n, H, W, 3], finite [n]), where rows are places in the result; all parts together, of all
+        processes, hold 0 .. N - 1. Arrays of a device that are still being computed are waited for where they are needed.
       prompts: M texts, which row r takes at r mod M: the same for each level of a batch.
       metadata: M dicts.
       overlap: False scores each part of host rewards before the next one is asked for; for comparison.
@@ -145,8 +149,9 @@ def score_parts(
                     np.asarray(finite)
                     timed(name, score, name, reward, images, texts, extra)
         rows, finite = (np.concatenate([np.asarray(part[i]) for part in kept]) for i in (0, 2))
-        if not np.array_equal(np.sort(rows), np.arange(len(rows))) or len(rows) % len(prompts):
-            raise ValueError(f"{len(rows)} rows: the parts must hold each of 0 .. N - 1 once, N a multiple of the {len(prompts)} prompts")
+        every = parallel.gather(rows)
+        if not np.array_equal(np.sort(every), np.arange(len(every))) or len(every) % len(prompts):
+            raise ValueError(f"{len(every)} rows: the parts must hold each of 0 .. N - 1 once, N a multiple of the {len(prompts)} prompts")
         images = kept[0][1] if len(kept) == 1 else None
         for name in (name for name in scorers if name not in on_host):
             if images is None:
@@ -162,7 +167,8 @@ def score_parts(
 
 def _in_order(rows: np.ndarray, finite: np.ndarray, found: list[Scores]) -> Scores:
     value, valid = (np.concatenate([getattr(part, field) for part in found]) for field in ("value", "valid"))
-    faults = Faults(*np.sum([part.faults for part in found], axis=0).tolist())
+    rows, finite, value, valid = (parallel.gather(of_rows) for of_rows in (rows, finite, value, valid))
+    faults = Faults(*np.sum(parallel.gather(np.array([part.faults for part in found])), axis=0).tolist())
     order = np.argsort(rows)
     kept = valid & finite
     return Scores(np.where(kept, value, 0.0)[order], kept[order], faults._replace(image=int((valid & ~finite).sum())))

@@ -8,7 +8,7 @@ import numpy as np
 from densegrpo_jax.config import reward_name
 from densegrpo_jax.rewards.base import Scored
 
-SLOW = 0.5  # share of a step that is spent waiting for one reward
+SLOW, NOTICED = 0.5, 0.1  # share of a step that is spent waiting for one reward; and seconds, below which nobody minds
 FROM_BASE, FROM_PEAK = 2.0, 3.0  # standard errors; the peak was chosen for its height, so a fall from it needs more
 
 LINES = {
@@ -35,7 +35,7 @@ def step_health(scored: Scored, seconds: float) -> dict[str, dict[str, float]]:
     result = {}
     for name, scores in scored.scores.items():
         value, wait = scores.value[scores.valid], scored.wait[name]
-        constant, slow = value.size > 1 and bool((value == value[0]).all()), wait > SLOW * seconds
+        constant, slow = value.size > 1 and bool((value == value[0]).all()), wait > max(SLOW * seconds, NOTICED)
         result[name] = {"scores": scores.value.size, **scores.faults._asdict(), "wait": wait, "constant": int(constant), "slow": int(slow)}
     return result
 

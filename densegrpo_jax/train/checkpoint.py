@@ -19,6 +19,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 
 from densegrpo_jax import config as configs
+from densegrpo_jax import parallel
 from densegrpo_jax.config import Config
 from densegrpo_jax.models.adapter import Adapter
 from densegrpo_jax.train import files, metrics
@@ -38,17 +39,17 @@ def save(config: Config, state: TrainState) -> None:
     if target.exists():
         return
     try:
-        if primary():
+        if parallel.primary():
             shutil.rmtree(scratch, ignore_errors=True)
             scratch.mkdir(parents=True)
-        _together("begin")
+        parallel.together("save")
         with ocp.Checkpointer(ocp.StandardCheckpointHandler()) as writer:
             writer.save(scratch / ITEM, args=ocp.args.StandardSave(state._asdict()))
-        if primary():
+        if parallel.primary():
             files.write(scratch / MANIFEST, json.dumps({"step": step, "files": _hashes(scratch)}, indent=1))
             os.replace(scratch, target)
             files.sync_folder(folder)
-        _together("end")
+        parallel.together("saved")
     except Exception as error:  # orbax passes on whatever the layers below it raise, with pages of context
         reason, before = re.search(r"Fail[^\[]*", str(error)), steps(config.run.workdir)
         stands = f"that of step {before[-1]} stands" if before else "there is none before it"
@@ -63,7 +64,7 @@ def retain(config: Config) -> None:
     """Keeps the last `run.keep` checkpoints, with `run.keep_best` also that of the best evaluation, and writes down which in
     workdir/checkpoints.json."""
     workdir, there = config.run.workdir, steps(config.run.workdir)
-    if not (primary() and there):
+    if not (parallel.primary() and there):
         return
     found = best(workdir) if config.run.keep_best else None
     kept = sorted({*there[-config.run.keep :], *({found.step} if found else ())})
@@ -116,12 +117,12 @@ def restore(config: Config, state: TrainState) -> TrainState:
                 "from a copy, or give another run.workdir"
             )
         return state
-    _together("restore")
-    for bad, fault in damaged.items() if primary() else ():
+    parallel.together("restore")
+    for bad, fault in damaged.items() if parallel.primary() else ():
         aside = next(p for i in range(10**6) if not (p := folder / f"damaged-{bad}{f'-{i}' if i else ''}").exists())
         os.replace(folder / str(bad), aside)
         print(f"warning: the checkpoint of step {bad} is damaged ({fault}); moved to {aside}, continuing from step {step}", flush=True)
-    if primary():
+    if parallel.primary():
         for left in folder.glob(f"*{UNFINISHED}"):  # what a kill has interrupted
             shutil.rmtree(left)
     target = jax.tree.map(ocp.utils.to_shape_dtype_struct, state._asdict())
@@ -182,22 +183,11 @@ def _sha256(path: Path) -> str:
 
 
 def _read(checkpoint: Path, target: dict | None = None) -> dict:
-    """The saved tree, as `target` shapes and places it, or as numpy arrays."""
+    """The saved tree, as `target` shapes and places it, or as numpy arrays, wherever the devices are that it was saved from."""
+    here = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
     with ocp.Checkpointer(ocp.StandardCheckpointHandler()) as reader:
-        return reader.restore(checkpoint / ITEM, args=ocp.args.StandardRestore(target))
-
-
-def primary() -> bool:
-    """Whether this process is the one that moves and removes files."""
-    return jax.process_index() == 0
-
-
-def _together(name: str) -> None:
-    """Waits for all processes."""
-    if jax.process_count() > 1:
-        from jax.experimental import multihost_utils
-
-        multihost_utils.sync_global_devices(f"densegrpo_checkpoint_{name}")
+        found = reader.restore(checkpoint / ITEM, args=ocp.args.StandardRestore(target, fallback_sharding=here))
+    return found if target is not None else jax.device_get(found)
 
 
 # --- what identifies a run -----------------------------------------------------------------------------------------------

@@ -1,7 +1,9 @@
-"""Files of a run: whole or not there at all, whenever the process or the machine stops."""
+"""Files of a run: whole or not there at all, whenever the process or the machine stops. The first of several processes writes them."""
 
 import os
 from pathlib import Path
+
+from densegrpo_jax import parallel
 
 
 def write(path: Path, content: str | bytes) -> None:
@@ -11,6 +13,8 @@ def write(path: Path, content: str | bytes) -> None:
       path: of the file; one that is there is replaced.
       content: all of it; text is written as UTF-8.
     """
+    if not parallel.primary():
+        return
     scratch = path.with_name(path.name + ".tmp")
     with scratch.open("wb") as file:
         file.write(content.encode() if isinstance(content, str) else content)
@@ -21,6 +25,8 @@ def write(path: Path, content: str | bytes) -> None:
 
 def append(path: Path, line: str) -> None:
     """Adds a line at the end, in one call. Killed within it, a part of the line may stand there, which `metrics.read` leaves out."""
+    if not parallel.primary():
+        return
     with path.open("ab") as file:
         file.write(line.encode() + b"\n")
         sync(file)

@@ -7,8 +7,8 @@ import platform
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext, redirect_stdout
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
@@ -69,7 +69,9 @@ def _run(
     config: Config, credit_method: Callable | None, extra_rewards: dict[str, Reward], stop: dict[str, bool], opened: ExitStack
 ) -> Path:
     # ------------------------------------------------------------------------------------------------ model, data, rewards
-    if checkpoint.primary() and (config.run.workdir / "lock").exists():  # a second run is refused before it loads a model
+    if not parallel.primary():
+        opened.enter_context(redirect_stdout(None))  # of several processes the first one speaks
+    elif (config.run.workdir / "lock").exists():  # a second run is refused before it loads a model
         with lock.held(config.run.workdir):
             pass
     mesh, devices = parallel.make(config.parallel), parallel.count(config.parallel)
@@ -84,25 +86,29 @@ def _run(
     _report_truncation(policy, [*train_prompts.texts, *held_out.texts])
     weights = reward_weights(config)
     sources = reward_sources(config)
-    scorers = {name: extra_rewards.get(name) or rewards.load(sources[name], config.reward_server, mesh) for name in sources}
+    with parallel.alone(mesh):  # each process scores its own images
+        own = parallel.of_process(mesh)
+        scorers = {name: extra_rewards.get(name) or rewards.load(sources[name], config.reward_server, own) for name in sources}
+    scorers = {name: parallel.apart(mesh, reward) for name, reward in scorers.items()}
 
     # ---------------------------------------------------------------------------------------------------- state, or resume
     workdir = config.run.workdir
     files.writable(workdir, "run.workdir")
-    if checkpoint.primary():  # of several processes of one run
+    if parallel.primary():
         opened.enter_context(lock.held(workdir))
     checkpoint.settle_config(config)
     for line in psi.strange(config):
         print(f"warning: {line}")
     config = psi.adopt(config)
+    parallel.together("settled")  # what the first process has written, all may read
     opened.enter_context(cache.under(workdir if config.run.compilation_cache else None))
     place = parallel.everywhere if config.adapter.rank else parallel.shared  # all weights, where they are trained, lie as the frozen ones
     state = checkpoint.restore(config, place(mesh, states.init(config, policy.start())))
     start = int(state.step)
     log, evaluations = workdir / "metrics.jsonl", workdir / "evaluation.jsonl"
-    history, _ = metrics.rewind(log, start), metrics.rewind(evaluations, start)
+    history, measured = metrics.rewind(log, start), metrics.rewind(evaluations, start)
     quiet = history[-1].get("gains", {}).get("quiet") if history else None
-    boards = opened.enter_context(metrics.boards(workdir, config.run.wandb, start))
+    boards = opened.enter_context(metrics.boards(workdir, config.run.wandb, start)) if parallel.primary() else []
     _write_manifest(config, policy, tables, mesh)
 
     # ------------------------------------------------------------------------------------------------------ compiled phases
@@ -116,16 +122,14 @@ def _run(
     start_ids = groups if config.prompts.shared_start else ids
 
     due = lambda done: bool(e.every) and (done % e.every == 0 or done == config.run.steps)  # noqa: E731
-    measured = metrics.read(evaluations)
-    if owed := [done for done in {0, start} if due(done) and done not in (r["done"] for r in measured)]:
-        for done in sorted(owed):  # the base model, and what a kill has left undone
-            evaluate(_averaged(config, state) if done else None, done)
-        measured = metrics.read(evaluations)
+    owed = [done for done in {0, start} if due(done) and done not in (r["done"] for r in measured)]
+    for done in sorted(owed):  # the base model, and what a kill has left undone
+        measured = evaluate(_averaged(config, state) if done else None, done, measured)
     checkpoint.retain(config)  # a kill may have come between an evaluation and this
     _stop_if_sick(config, history, measured)  # as a kill may have come between the verdict and its report
     complained: set[tuple[str, str]] = set()  # what is wrong with which reward
     recent: list[float] = []  # seconds of the last steps
-    shown = {"disable": not metrics.is_terminal(), "unit": "step", "dynamic_ncols": True}
+    shown = {"disable": not (metrics.is_terminal() and parallel.primary()), "unit": "step", "dynamic_ncols": True}
     bar = opened.enter_context(tqdm(total=config.run.steps, initial=start, **shown))
     trace = opened.enter_context(profile.steps(workdir / "profile", start + 1, config.run.profile))
     # ------------------------------------------------------------------------------------------------------------- the loop
@@ -139,7 +143,7 @@ def _run(
         # trajectories with a clean latent for every level of each, images of those, and a reward for each image
         if tables.trained.tobytes() not in samplers:
             samplers[tables.trained.tobytes()] = phases.make_sample(config, policy, tables)
-        sample = partial(samplers[tables.trained.tobytes()], policy.params, state.trained, cond, uncond, jnp.int32(step))
+        sample = partial(samplers[tables.trained.tobytes()], policy.params, state.trained, cond, uncond, np.int32(step))
         members = [chosen[g] for g in groups]
         trajectory, clean, (scored, wait), pixels = _sample_and_score(
             config, policy, mesh, sample, decode, {n: scorers[n] for n in weights}, train_prompts, members, ids, start_ids
@@ -205,16 +209,15 @@ def _run(
 
         # checkpoint first, as a machine that is being taken away leaves little time; then evaluation, report
         done = step + 1
-        last = done == config.run.steps
-        if done % config.run.save_every == 0 or last or stop["asked"] or (due(done) and config.run.keep_best):
+        last, asked = done == config.run.steps, parallel.anyone(stop["asked"])
+        if done % config.run.save_every == 0 or last or asked or (due(done) and config.run.keep_best):
             checkpoint.save(config, state)
-        if stop["asked"]:
+        if asked:
             print(f"stopped after step {done}; everything is saved, and the same command continues from here")
             return report.write(workdir)
         if due(done):
-            evaluate(_averaged(config, state), done)
+            measured = evaluate(_averaged(config, state), done, measured)
             checkpoint.retain(config)
-            measured = metrics.read(evaluations)
             for alarm in alarms(measured, list(weights)):
                 bar.write(f"warning: {alarm.line()}")
         if last or (config.run.report_every and done % config.run.report_every == 0):
@@ -226,7 +229,7 @@ def _run(
         print("comparing with the base model on more prompts", flush=True)
         evaluate(None, 0, final=True)
         evaluate(_averaged(config, state), config.run.steps, final=True)
-    if pair := report.compared(workdir):
+    if parallel.primary() and (pair := report.compared(workdir)):
         print(report.summary(*pair))
     return report.write(workdir)
 
@@ -281,7 +284,7 @@ def _score_pieces(policy: Policy, decode, scorers, prompts: PromptSet, members: 
             for i, of_part in enumerate(rows.reshape(size, -1).T):
                 pixels, finite = decode(policy.params, latents if size == len(rows) else phases.every_nth(latents, size, i))
                 seen.append((of_part, _pixels(pixels)))
-                yield of_part, pixels, finite
+                yield parallel.mine(of_part, pixels, finite)
 
     return rewards.score_parts(scorers, images(), texts, metadata)
 
@@ -307,7 +310,7 @@ def _credit_options(config: Config, trajectory, baseline: np.ndarray | None) -> 
     if config.credit.method == "dense_grpo":
         return {"gamma": config.credit.gamma, "slope": config.credit.slope} | ({} if baseline is None else {"baseline": baseline})
     if config.credit.method == "coca":
-        return {"similarities": np.asarray(_similarities(trajectory), np.float64)}
+        return {"similarities": np.float64(parallel.to_host(_similarities(trajectory)))}
     return {}
 
 
@@ -343,7 +346,7 @@ def _record(config, step, tables, total, scored, levels, result, groups, updates
     batch = len(groups)
     numbers = jax.device_get([n for n, _ in updates])
     before = np.zeros((len(tables.trained), batch))
-    before[tuple(order[0].reshape(-1, 2).T)] = np.asarray(updates[0][1]).reshape(-1)
+    before[tuple(order[0].reshape(-1, 2).T)] = parallel.to_host(updates[0][1]).reshape(-1)
     seconds = time.perf_counter() - began  # only now the updates are done, which the host has not waited for
     end = total.value.reshape(-1, batch)[-1][total.valid.reshape(-1, batch)[-1]]
     ends = [levels.value[-1][(groups == g) & levels.valid[-1]] for g in np.unique(groups)]
@@ -380,7 +383,7 @@ def _pixels(images: jax.Array) -> jax.Array:
 
 def _pixel_statistics(seen: list, rows: int, batch: int) -> dict[str, float]:
     """Means over the final images: drift of brightness and contrast that a reward does not see."""
-    final = np.concatenate([np.asarray(pixels)[places >= (rows - 1) * batch] for places, pixels in seen])
+    final = np.concatenate([parallel.to_host(pixels)[places >= (rows - 1) * batch] for places, pixels in seen])
     return dict(zip(("brightness", "contrast"), final.mean(0).tolist()))
 
 
@@ -392,14 +395,15 @@ def _statistics(x: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
 def _image_statistics(latents: jax.Array, pixels: dict[str, float]) -> tuple[dict[str, float], np.ndarray]:
     """Mean and spread of the final latents beside those of the pixels, drift that a reward does not see; and which are finite [B]."""
     mean, std, finite = _statistics(latents)
-    return {"latent_mean": float(mean), "latent_std": float(std)} | pixels, np.asarray(finite)
+    return {"latent_mean": float(mean), "latent_std": float(std)} | pixels, parallel.to_host(finite)
 
 
 # -------------------------------------------------------------------------------------------------------------- evaluation
 
 
 def _make_evaluation(config: Config, policy: Policy, mesh, decode, scorers: dict[str, Reward], prompts: PromptSet):
-    """Returns evaluate(trained, done): ODE samples of fixed held-out prompts at fixed noise, scored, into the work folder.
+    """Returns evaluate(trained, done, before) -> the records `before` and this one's: ODE samples of fixed held-out prompts at fixed noise,
+    scored, into the work folder.
 
     `trained` None is the base model. With `final` it is the larger comparison at the end, on noise of its own.
     """
@@ -407,7 +411,7 @@ def _make_evaluation(config: Config, policy: Policy, mesh, decode, scorers: dict
     generate = phases.make_generate(config, policy, policies.sigmas(config, policy, e.num_steps))
     weights, devices = reward_weights(config), mesh.size if mesh else 1
 
-    def evaluate(trained, done: int, final: bool = False) -> None:
+    def evaluate(trained, done: int, before: Sequence[dict] = (), final: bool = False) -> list[dict]:
         wanted, each = (e.final_prompts, e.final_images_per_prompt) if final else (e.prompts, e.images_per_prompt)
         count = min(wanted or len(prompts.texts), len(prompts.texts))
         members = [i for i in range(count) for _ in range(each)]
@@ -416,7 +420,7 @@ def _make_evaluation(config: Config, policy: Policy, mesh, decode, scorers: dict
         ids = np.arange(-(-len(members) // per_call) * per_call)
         rows = np.minimum(ids, len(members) - 1)  # the last call is filled up, and cut below
         cond = parallel.over_rows(mesh, policy.encode([prompts.texts[members[i]] for i in rows]))
-        clean = generate(policy.params, trained, cond, uncond, parallel.over_rows(mesh, ids), jnp.int32(final))[: len(members)]
+        clean = generate(policy.params, trained, cond, uncond, parallel.over_rows(mesh, ids), np.int32(final))[: len(members)]
         scored = _score(policy, decode, scorers, prompts, members, clean[None])
         total = rewards.weighted_sum({n: scored[n] for n in weights}, weights)
         record = {
@@ -428,16 +432,17 @@ def _make_evaluation(config: Config, policy: Policy, mesh, decode, scorers: dict
             "rewards": {n: np.where(s.valid, s.value, np.nan) for n, s in scored.items()},
         }
         if not final:
-            images, _ = decode(policy.params, clean)
-            folder.mkdir(exist_ok=True)
             shown = np.arange(min(SHOWN, count)) * each
+            images = parallel.to_host(decode(policy.params, clean)[0][shown])
+            folder.mkdir(exist_ok=True)
             buffer = io.BytesIO()
-            Image.fromarray(np.concatenate(list(np.asarray(images)[shown]), axis=1)).save(buffer, "PNG")
+            Image.fromarray(np.concatenate(list(images), axis=1)).save(buffer, "PNG")
             files.write(folder / f"{done:06d}.png", buffer.getvalue())
             files.write(folder / "prompts.json", json.dumps([prompts.texts[members[i]] for i in shown]))
         path = config.run.workdir / ("final.jsonl" if final else "evaluation.jsonl")
         metrics.rewind(path, record["step"])
         metrics.append(path, record)  # last, as with it the evaluation counts as done
+        return [r for r in before if r["step"] < record["step"]] + [metrics.plain(record)]
 
     return evaluate
 

@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 from PIL import Image
 
+from densegrpo_jax import parallel
 from densegrpo_jax.config import reward_name
 from densegrpo_jax.rewards.health import alarms, paired_change
 from densegrpo_jax.train import checkpoint, files, metrics
@@ -40,6 +41,8 @@ def write(workdir: Path) -> Path:
     Returns:
       The file.
     """
+    if not parallel.primary():
+        return workdir / "report.html"
     steps, evaluations = metrics.read(workdir / "metrics.jsonl"), comparable(workdir / "evaluation.jsonl")
     config, manifest = (json.loads((workdir / name).read_text()) for name in ("config.json", "manifest.json"))
     pair = compared(workdir)

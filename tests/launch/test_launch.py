@@ -83,7 +83,8 @@ def test_tpu_runs_start_on_all_hosts_with_a_log_each(cloud):
     assert call[:6] == ["gcloud", "compute", "tpus", "tpu-vm", "ssh", "run1"] and "--worker=all" in call
     command = call[-1].removeprefix("--command=")
     subprocess.run(["bash", "-n", "-c", command], check=True)
-    assert "HF_TOKEN=secret setsid nohup .venv/bin/densegrpo train sd35_medium_pickscore --run.workdir ../shared/a\\ run" in command
+    started = "HF_TOKEN=secret setsid nohup .venv/bin/densegrpo train sd35_medium_pickscore --parallel.coordinator cluster "
+    assert started + "--run.workdir ../shared/a\\ run" in command
     assert ">>logs/$(hostname).log" in command and "echo $! >logs/pid" in command
 
 

@@ -26,6 +26,7 @@ def step(value, valid=None, wait=0.0, seconds=10.0):
         (([0.5, 0.5, np.nan],), {"constant", "nan"}, None),  # the failed one is not another value
         (([0.5, np.nan, np.nan],), {"nan"}, None),  # a single score is not constant
         (([0.0, 1.0], None, 5.1), {"slow"}, "waited 5.1 s"),
+        (([0.0, 1.0], None, 0.09, 0.1), set(), None),
         (([0.0, 1.0], None, 4.9), set(), None),
     ],
 )

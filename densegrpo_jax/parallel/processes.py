@@ -1,0 +1,143 @@
+"""The processes of one run: how they find each other, and what they tell each other. A process alone is all of them.
+
+Every process runs the same program. Numbers that decide anything are brought to all of them, so that all decide alike; what is
+written, the first one writes.
+"""
+
+import os
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from functools import wraps
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding
+
+from densegrpo_jax.config import Parallel
+from densegrpo_jax.parallel.mesh import AXES
+
+
+def join(settings: Parallel) -> None:
+    """Joins the other processes of the run, where there are any; before jax has looked for devices.
+
+    Processes are told of each other by the settings, or by what their cluster says: SLURM, where the job step has several tasks; GKE,
+    where the slice has several hosts; and, with coordinator = "cluster", whatever JAX knows how to ask, a Cloud TPU slice among it. On one
+    box without any of it this does nothing.
+
+    Raises:
+      ValueError: coordinator, processes and process are not given together, or do not fit.
+      RuntimeError: the others do not come (from jax).
+    """
+    told = {"processes": settings.processes, "process": settings.process}
+    if settings.coordinator in (None, "cluster"):
+        if given := [name for name, value in told.items() if value is not None]:
+            raise ValueError(f"parallel.{given[0]} = {told[given[0]]}: goes with parallel.coordinator = HOST:PORT of the first process")
+        if settings.coordinator or _has_tasks(os.environ):
+            try:
+                jax.distributed.initialize()
+            except ValueError as error:
+                raise ValueError(f'parallel.coordinator = "cluster": JAX finds no cluster here ({error})') from error
+        return
+    host, colon, port = settings.coordinator.rpartition(":")
+    if not (host and colon and port.isdigit()):
+        raise ValueError(f'parallel.coordinator = {settings.coordinator!r}: write HOST:PORT, or "cluster"')
+    if missing := [name for name, value in told.items() if value is None]:
+        raise ValueError(f"parallel.coordinator = {settings.coordinator}: give parallel.{' and parallel.'.join(missing)} too")
+    if not 0 <= settings.process < settings.processes:
+        raise ValueError(f"parallel.process = {settings.process}: of {settings.processes} processes, choose 0 to {settings.processes - 1}")
+    jax.distributed.initialize(settings.coordinator, settings.processes, settings.process)
+
+
+def _has_tasks(environment: dict[str, str]) -> bool:
+    """Whether this is one of several tasks of a SLURM job step, or one of several hosts of a TPU slice that GKE has started."""
+    slurm = {"SLURM_JOB_ID", "SLURM_STEP_NODELIST", "SLURM_NTASKS", "SLURM_PROCID", "SLURM_LOCALID"} <= environment.keys()
+    hosts = environment.get("TPU_WORKER_HOSTNAMES", "").count(",") + 1
+    slices = environment.get("MEGASCALE_NUM_SLICES", "1")
+    return (slurm and int(environment["SLURM_NTASKS"]) > 1) or hosts > 1 or int(slices) > 1
+
+
+def primary() -> bool:
+    """Whether this process is the one that writes, prints, moves and removes."""
+    return jax.process_index() == 0
+
+
+def together(name: str) -> None:
+    """Waits for all processes at a place of this name."""
+    if jax.process_count() > 1:
+        from jax.experimental import multihost_utils
+
+        multihost_utils.sync_global_devices(f"densegrpo_{name}")
+
+
+def anyone(flag: bool) -> bool:
+    """Whether the flag is set in any process."""
+    return bool(gather(np.array([flag])).any())
+
+
+def gather(rows: np.ndarray) -> np.ndarray:
+    """Rows [n, ...] of every process, one after the other [sum of n, ...], bit by bit. The numbers n may differ."""
+    if jax.process_count() == 1:
+        return rows
+    from jax.experimental import multihost_utils
+
+    mine = np.frombuffer(np.ascontiguousarray(rows).tobytes(), np.uint8)  # bytes, as jax would round float64
+    sizes = multihost_utils.process_allgather(np.int32(mine.size)).reshape(-1)
+    padded = np.zeros(sizes.max(), np.uint8)
+    padded[: mine.size] = mine
+    found = multihost_utils.process_allgather(padded)
+    parts = [np.frombuffer(found[i, :size].tobytes(), rows.dtype) for i, size in enumerate(sizes)]
+    return np.concatenate(parts).reshape(-1, *rows.shape[1:])
+
+
+def to_host(array: jax.Array) -> np.ndarray:
+    """All of an array, in every process."""
+    if not (array.is_fully_addressable or array.is_fully_replicated):
+        array = jax.device_put(array, NamedSharding(array.sharding.mesh, jax.P()))
+    return np.asarray(array)
+
+
+def mine(rows: np.ndarray, *arrays: jax.Array) -> tuple[Any, ...]:
+    """This process's part of rows: those that lie with it, or an equal share where they do not lie apart. Each is one process's only.
+
+    Args:
+      rows: [n] numbers of the rows.
+      arrays: [n, ...] on the devices of the run.
+
+    Returns:
+      rows and arrays [m, ...], m may be 0; as they are where there is one process.
+    """
+    if jax.process_count() == 1:
+        return rows, *arrays
+    spans = [{shard.index[0].indices(len(rows))[:2]: shard.data for shard in array.addressable_shards} for array in arrays]
+    if any(array.is_fully_replicated for array in arrays) or any(of.keys() != spans[0].keys() for of in spans):
+        first, last = (len(rows) * (jax.process_index() + i) // jax.process_count() for i in (0, 1))
+        return rows[first:last], *(to_host(array)[first:last] for array in arrays)
+    order = sorted(spans[0])
+    return np.concatenate([rows[slice(*span)] for span in order]), *(np.concatenate([of[span] for span in order]) for of in spans)
+
+
+def of_process(mesh: Mesh | None) -> Mesh | None:
+    """The part of the mesh that this process drives; the mesh itself where it drives all of it."""
+    if mesh is None or jax.process_count() == 1:
+        return mesh
+    own = np.array([device for device in mesh.devices.flat if device.process_index == jax.process_index()])
+    return Mesh(own.reshape(-1, 1), AXES, axis_types=(jax.sharding.AxisType.Auto,) * len(AXES))
+
+
+def alone(mesh: Mesh | None) -> AbstractContextManager:
+    """Within it, programs run on this process's part of the mesh, apart from the other processes."""
+    return jax.set_mesh(of_process(mesh)) if jax.process_count() > 1 else nullcontext()
+
+
+def apart(mesh: Mesh | None, function: Callable) -> Callable:
+    """The function, always called `alone`."""
+    if jax.process_count() == 1:
+        return function
+
+    @wraps(function)
+    def called(*args: Any) -> Any:
+        with alone(mesh):
+            return function(*args)
+
+    return called

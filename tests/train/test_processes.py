@@ -1,0 +1,142 @@
+"""Several processes of one run, as on several hosts, each with two devices: what one process with all of the devices gives."""
+
+import dataclasses
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+
+import jax
+import numpy as np
+import pytest
+
+from densegrpo_jax import cli, flow, parallel
+from densegrpo_jax.config import Parallel
+from densegrpo_jax.parallel import processes
+from densegrpo_jax.train import checkpoint, loop, metrics
+from tests.train.test_mesh import config, same
+
+STEPS, LEARNING_RATE = 3, cli.load_config("toy").optimizer.learning_rate
+RUN = """
+import functools, json, os, sys
+import jax
+import numpy as np
+from densegrpo_jax import parallel
+from densegrpo_jax.config import Parallel
+from densegrpo_jax.train import checkpoint
+from tests.train.test_processes import noise, train
+settings, workdir, steps, fatal = json.loads(sys.argv[1])
+jax.distributed.initialize = functools.partial(jax.distributed.initialize, heartbeat_timeout_seconds=10)  # not 100: who is killed is missed
+parallel.join(Parallel(**settings))
+if fatal is not None and settings["process"] == 1:  # is killed while it saves this step
+    save = checkpoint.save
+    checkpoint.save = lambda config, state: os.kill(os.getpid(), 9) if state.step == fatal else save(config, state)
+train(Path(workdir), Parallel(**settings), steps)
+found = noise(Parallel(**settings))
+if parallel.primary():
+    np.save(Path(workdir) / "noise.npy", found)
+"""
+
+
+def brightness(images, prompts, metadata):
+    """In 256 steps, as rounding of a latent by its last digit may change one pixel by one step, and the reward should not tell."""
+    return np.floor(np.asarray(images, np.float64).mean(axis=(1, 2, 3))) / 255
+
+
+def train(workdir, settings, steps):
+    loop.train(dataclasses.replace(config(workdir, settings, run={"steps": steps}), rewards=("own",)), extra_rewards={"own": brightness})
+
+
+def noise(settings):
+    mesh = parallel.make(settings)
+    with jax.set_mesh(mesh):
+        made = jax.jit(lambda ids: flow.step_noise(jax.random.key(7), 3, ids, 4, (8, 8, 1)))(parallel.over_rows(mesh, np.arange(16)))
+        assert not made.is_fully_addressable or jax.process_count() == 1
+        return parallel.to_host(made)
+
+
+def free_port() -> int:
+    with socket.socket() as taken:
+        taken.bind(("localhost", 0))
+        return taken.getsockname()[1]
+
+
+def run(workdir, count, fsdp=1, fatal=None, log=None):
+    """Starts the processes; returns their exit codes."""
+    coordinator = f"localhost:{free_port()}"
+    started = []
+    for process in range(count):
+        settings = {"coordinator": coordinator, "processes": count, "process": process, "fsdp": fsdp}
+        argument = json.dumps((settings, str(workdir), STEPS, fatal))
+        with log.open("a") as file:
+            environment = os.environ | {"JAX_NUM_CPU_DEVICES": "2"}
+            started.append(subprocess.Popen([sys.executable, "-c", RUN, argument], stdout=file, stderr=subprocess.STDOUT, env=environment))
+    began = time.monotonic()
+    try:
+        return [process.wait(timeout=500) for process in started]
+    finally:
+        for process in started:
+            process.kill()
+        print(f"{count} processes: {time.monotonic() - began:.0f} s")
+
+
+@pytest.mark.mesh
+@pytest.mark.usefixtures("plain_dispatch")
+@pytest.mark.parametrize(("count", "fsdp"), [(2, 1), pytest.param(4, 4, marks=pytest.mark.slow)])
+def test_processes_agree_with_one_also_after_one_of_them_was_killed(tmp_path, count, fsdp):
+    workdir, log, alone = tmp_path / "run", tmp_path / "log", tmp_path / "alone"
+    one = Parallel(devices=2 * count, fsdp=fsdp)
+    train(alone, one, STEPS)
+    codes = run(workdir, count, fsdp, fatal=2, log=log)
+    assert codes[1] == -signal.SIGKILL and all(codes), log.read_text()[-3000:]  # the others do not wait forever
+    assert checkpoint.steps(workdir) == [1]
+    assert run(workdir, count, fsdp, log=log) == [0] * count, log.read_text()[-3000:]
+    # Sums over processes are taken in another order. Where a gradient is about Adam's eps, that shows in the update, not in the moments.
+    same(alone, workdir, atol=1e-3 * LEARNING_RATE)
+    np.testing.assert_array_equal(np.load(workdir / "noise.npy"), noise(one))
+    assert [r["step"] for r in metrics.read(workdir / "metrics.jsonl")] == list(range(STEPS))
+    assert len(list((workdir / "tensorboard").iterdir())) == 2  # one a start, of the first process
+    assert (workdir / "report.html").read_text().endswith("</html>")
+    assert log.read_text().count(f"step {STEPS}/{STEPS}") == 1  # and it alone speaks
+
+
+@pytest.mark.parametrize(
+    ("environment", "several"),
+    [
+        ({}, False),
+        ({"SLURM_JOB_ID": "1", "SLURM_NTASKS": "4"}, False),  # a shell within a job, not one of its tasks
+        ({"SLURM_JOB_ID": "1", "SLURM_STEP_NODELIST": "a", "SLURM_NTASKS": "1", "SLURM_PROCID": "0", "SLURM_LOCALID": "0"}, False),
+        ({"SLURM_JOB_ID": "1", "SLURM_STEP_NODELIST": "a", "SLURM_NTASKS": "2", "SLURM_PROCID": "0", "SLURM_LOCALID": "0"}, True),
+        ({"TPU_WORKER_HOSTNAMES": "localhost"}, False),
+        ({"TPU_WORKER_HOSTNAMES": "a,b"}, True),
+        ({"TPU_WORKER_HOSTNAMES": "a", "MEGASCALE_NUM_SLICES": "2"}, True),
+    ],
+)
+def test_one_box_is_never_taken_for_a_cluster(environment, several):
+    assert processes._has_tasks(environment) == several
+
+
+@pytest.mark.parametrize(
+    ("arguments", "reason"),
+    [
+        ("--parallel.coordinator here", "write HOST:PORT"),
+        ("--parallel.coordinator here:1", "give parallel.processes and parallel.process too"),
+        ("--parallel.coordinator here:1 --parallel.processes 2 --parallel.process 2", "choose 0 to 1"),
+        ("--parallel.processes 2", "goes with parallel.coordinator"),
+    ],
+)
+def test_processes_that_cannot_meet_are_refused(arguments, reason, tmp_path, capsys):
+    assert cli.main(["train", "toy", "--run.workdir", str(tmp_path / "run"), *arguments.split()]) == 2
+    assert reason in capsys.readouterr().err
+    assert not (tmp_path / "run").exists()
+
+
+def test_where_there_is_no_cluster_it_says_so(tmp_path):  # jax joins before it has looked for devices, so not in this process
+    program = "import sys; from densegrpo_jax.cli import main; sys.exit(main())"
+    arguments = ["train", "toy", "--run.workdir", str(tmp_path / "run"), "--parallel.coordinator", "cluster"]
+    done = subprocess.run([sys.executable, "-c", program, *arguments], capture_output=True, text=True)
+    assert done.returncode == 2 and "JAX finds no cluster here" in done.stderr, done.stderr
+    assert not (tmp_path / "run").exists()
