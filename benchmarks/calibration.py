@@ -132,7 +132,12 @@ def training(args) -> dict:
                     credit={"method": credit},
                     exploration={"psi": psi if noise == NOISE[1] else None},
                     run={"seed": seed, "steps": args.steps, "workdir": args.workdir / name, "report_every": 0},
-                    evaluation={"every": 0, "final_prompts": args.final_prompts, "final_images_per_prompt": 6, "witnesses": witnesses},
+                    evaluation={
+                        "every": 0,
+                        "final_prompts": args.final_prompts,
+                        "final_images_per_prompt": args.final_images,
+                        "witnesses": witnesses,
+                    },
                 )
 
                 def compute(arm=arm):
@@ -194,7 +199,8 @@ def main():
     parser.add_argument("--prompts", type=int, default=384, help="signs: prompts a seed")
     parser.add_argument("--members", type=int, default=2, help="signs: trajectories a prompt")
     parser.add_argument("--steps", type=int, default=100, help="training: steps of every arm")
-    parser.add_argument("--final-prompts", type=int, default=128, help="training: held-out prompts, six images each")
+    parser.add_argument("--final-prompts", type=int, default=128, help="training: held-out prompts of the comparison at the end")
+    parser.add_argument("--final-images", type=int, default=6, help="training: images of each of them")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2], help="two commands may share a workdir if their seeds differ")
     parser.add_argument("--workdir", type=Path, default=Path("runs/calibration"))
     parser.add_argument("--json", type=Path, help="write the results here")

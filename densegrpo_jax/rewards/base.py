@@ -13,8 +13,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from densegrpo_jax import parallel
-
 Reward = Callable[..., Any]
 
 NOISE = 1e-6  # spread relative to the values below which they are taken as equal: a float32 scorer's rounding
@@ -97,6 +95,7 @@ def score_parts(
     prompts: Sequence[str],
     metadata: Sequence[dict],
     overlap: bool = True,
+    gather: Callable[[np.ndarray], np.ndarray] = lambda rows: rows,
 ) -> Scored:
     """Scores images that come off a device in parts. Host rewards score a part on threads of their own while the next one is made.
 
@@ -109,6 +108,7 @@ def score_parts(
       prompts: M texts, which row r takes at r mod M: the same for each level of a batch.
       metadata: M dicts.
       overlap: False scores each part of host rewards before the next one is asked for; for comparison.
+      gather: of several processes that score their own parts, brings rows [n, ...] of all of them together.
 
     Returns:
       Scores [N] of each reward. Images that are not finite are not valid.
@@ -131,7 +131,7 @@ def score_parts(
         found[name].append(call(*args))
         wait[name] += time.perf_counter() - began
 
-    def gather(name: str, still: int) -> None:
+    def finish(name: str, still: int) -> None:
         while len(running[name]) > still:
             finite, future = running[name].pop(0)
             np.asarray(finite)  # the device's time is not the reward's
@@ -144,12 +144,12 @@ def score_parts(
             for name, reward in on_host.items():
                 if overlap:
                     running[name].append((finite, pools[name].submit(score, name, reward, images, texts, extra)))
-                    gather(name, 2 * reward.workers)  # bounds the images that wait
+                    finish(name, 2 * reward.workers)  # bounds the images that wait
                 else:
                     np.asarray(finite)
                     timed(name, score, name, reward, images, texts, extra)
         rows, finite = (np.concatenate([np.asarray(part[i]) for part in kept]) for i in (0, 2))
-        every = parallel.gather(rows)
+        every = gather(rows)
         if not np.array_equal(np.sort(every), np.arange(len(every))) or len(every) % len(prompts):
             raise ValueError(f"{len(every)} rows: the parts must hold each of 0 .. N - 1 once, N a multiple of the {len(prompts)} prompts")
         images = kept[0][1] if len(kept) == 1 else None
@@ -158,17 +158,17 @@ def score_parts(
                 images = np.concatenate([np.asarray(part[1]) for part in kept])
             timed(name, score, name, scorers[name], images, of(prompts, rows), of(metadata, rows))
         for name in on_host:
-            gather(name, 0)
+            finish(name, 0)
     finally:
         for pool in pools.values():
             pool.shutdown(wait=False, cancel_futures=True)
-    return Scored({name: _in_order(rows, finite, found[name]) for name in scorers}, wait)
+    return Scored({name: _in_order(rows, finite, found[name], gather) for name in scorers}, wait)
 
 
-def _in_order(rows: np.ndarray, finite: np.ndarray, found: list[Scores]) -> Scores:
+def _in_order(rows: np.ndarray, finite: np.ndarray, found: list[Scores], gather: Callable) -> Scores:
     value, valid = (np.concatenate([getattr(part, field) for part in found]) for field in ("value", "valid"))
-    rows, finite, value, valid = (parallel.gather(of_rows) for of_rows in (rows, finite, value, valid))
-    faults = Faults(*np.sum(parallel.gather(np.array([part.faults for part in found])), axis=0).tolist())
+    rows, finite, value, valid = (gather(of_rows) for of_rows in (rows, finite, value, valid))
+    faults = Faults(*np.sum(gather(np.array([part.faults for part in found])), axis=0).tolist())
     order = np.argsort(rows)
     kept = valid & finite
     return Scores(np.where(kept, value, 0.0)[order], kept[order], faults._replace(image=int((valid & ~finite).sum())))

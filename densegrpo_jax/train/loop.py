@@ -286,7 +286,7 @@ def _score_pieces(policy: Policy, decode, scorers, prompts: PromptSet, members: 
                 seen.append((of_part, _pixels(pixels)))
                 yield parallel.mine(of_part, pixels, finite)
 
-    return rewards.score_parts(scorers, images(), texts, metadata)
+    return rewards.score_parts(scorers, images(), texts, metadata, gather=parallel.gather)
 
 
 def _by_level(total: Scores, tables: phases.Sampler, batch: int) -> tuple[Scores, np.ndarray | None]:

@@ -22,6 +22,7 @@ from tests.train.test_mesh import config, same
 STEPS, LEARNING_RATE = 3, cli.load_config("toy").optimizer.learning_rate
 RUN = """
 import functools, json, os, sys
+from pathlib import Path
 import jax
 import numpy as np
 from densegrpo_jax import parallel
