@@ -182,7 +182,7 @@ def grid(config: Config) -> Found:
     levels = f"levels {tables.sigmas[0]:.3f} to {tables.sigmas[-2]:.3f}, then 0"
     psi = f"psi of {config.exploration.psi} fits" if config.exploration.psi else f"noise level {config.exploration.noise_level:g}"
     yield "ok", f"{levels}; {noisy}; {config.exploration.sampler}, {psi}"
-    yield from (("warn", line) for line in strange(config))
+    yield from (("warn", line) for line in strange(config) + phases.outweighed(config, tables))
     if config.exploration.psi is None and config.exploration.sampler in SAMPLERS and config.model.path not in ("toy", "tiny"):
         yield "warn", "exploration.psi is not set: `densegrpo calibrate` finds the noise level of each step, which DenseGRPO takes"
 

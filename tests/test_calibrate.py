@@ -304,6 +304,28 @@ def test_psi_files_that_ship_are_whole_found_by_name_and_made_for_the_config_of_
 # --- the warning in training -------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize(
+    ("grid", "sampler", "objective", "said"),
+    [
+        (flow.sd3_sigmas, "cps", {}, True),
+        (flow.sd3_sigmas, "cps", {"step_weights": "tempflow"}, False),
+        (flow.sd3_sigmas, "cps", {"ratio": "guard"}, False),
+        (flow.uniform_sigmas, "cps", {}, False),
+        (flow.sd3_sigmas, "flow_sde", {}, False),
+    ],
+)
+def test_a_step_that_outweighs_the_others_is_warned_of(grid, sampler, objective, said):
+    settings = change(cli.load_config("toy"), exploration={"sampler": sampler}, objective=objective)
+    tables = phases.sampler(settings, grid(10), 3.0, step=0)
+    lines = phases.outweighed(settings, tables)
+    assert len(lines) == said
+    if said:  # against the derivative itself
+        one = jnp.ones((1, 4))
+        rows = [tables.kernel.at(step) for step in np.flatnonzero(tables.trained)]
+        pull = [float(jnp.linalg.norm(jax.grad(lambda v, k=k: flow.log_ratio(k, v, one, one).sum())(one))) for k in rows]
+        assert f"step 8 has so little noise that its log-probabilities pull {max(pull) / np.median(pull):.0f} times" in lines[0]
+
+
 def test_a_step_with_gains_of_one_sign_is_warned_of():
     trained, quiet = np.array([True, True, False]), None
     gains = {"positive": np.array([0.5, 0.0, 0.0]), "negative": np.array([0.5, 1.0, 0.0]), "count": np.array([8, 8, 8])}

@@ -97,7 +97,7 @@ def _run(
     if parallel.primary():
         opened.enter_context(lock.held(workdir))
     checkpoint.settle_config(config)
-    for line in psi.strange(config):
+    for line in psi.strange(config) + phases.outweighed(config, tables):
         print(f"warning: {line}")
     config = psi.adopt(config)
     parallel.together("settled")  # what the first process has written, all may read

@@ -115,6 +115,23 @@ def sampler(config: Config, sigmas: np.ndarray, shift: float, step: int) -> Samp
     return Sampler(sigmas, kernel, trained, scheme, np.flatnonzero(levels))
 
 
+OUTWEIGHS = 10.0  # times the pull of the typical step, from which on it is said
+
+
+def outweighed(config: Config, tables: Sampler) -> list[str]:
+    """A line if one trained step moves the weights far more than the others: the derivative of its log-probability by the velocity goes as
+    the velocity's weight in the mean over the std of the noise."""
+    o, trained = config.objective, np.flatnonzero(tables.trained)
+    pull = np.abs(tables.kernel.v_coef[trained]) / tables.kernel.std[trained]
+    most = pull.max() / np.median(pull)
+    if most < OUTWEIGHS or o.step_weights != "none" or o.ratio == "guard":
+        return []
+    return [
+        f"denoising step {trained[pull.argmax()]} has so little noise that its log-probabilities pull {most:.0f} times as much as the typical "
+        "step's; set objective.step_weights to tempflow, or leave the step out (exploration.window)"
+    ]
+
+
 # --- phases ------------------------------------------------------------------------------------------------------------
 
 
