@@ -119,13 +119,15 @@ def from_folder(config: Config, mesh: jax.sharding.Mesh | None = None) -> Policy
     from densegrpo_jax import pipeline
     from densegrpo_jax.models import adapter
 
-    def place(component, shapes):  # the autoencoder is small
-        return parallel.spread(mesh, shapes) if component != "vae" else jax.sharding.NamedSharding(mesh, jax.P())
+    def place(component, shapes):
+        if component.startswith("text_encoder") and config.parallel.encoders == "host":
+            return "host"
+        if mesh is None:
+            return None
+        return parallel.spread(mesh, shapes) if component != "vae" else jax.sharding.NamedSharding(mesh, jax.P())  # which is small
 
     path, dtype = folder(config.model.path), jnp.dtype(config.model.dtype)
-    pipe = pipeline.load(path, dtype, variant=config.model.variant, sharding=place if mesh else None)
-    if config.parallel.encoders == "host":
-        pipe.params.update({name: jax.device_get(tree) for name, tree in pipe.params.items() if name.startswith("text_encoder")})
+    pipe = pipeline.load(path, dtype, variant=config.model.variant, sharding=place)
     configs = pipe.configs
     height, width = config.model.resolution or (pipeline.default_side(configs),) * 2
     shape = pipeline.latent_shape(configs, height, width)

@@ -223,14 +223,14 @@ def read_params(
       table: the network's name table: "/"-joined path of a parameter -> the torch tensors it is made of.
       shapes: nested dict of anything with a `shape`, as `jax.eval_shape` of the network's init gives.
       dtype: the type to hold the parameters in, cast while reading.
-      sharding: a `jax.sharding.Sharding` for all, a tree of them that is a prefix of `shapes`, or None for the
-        default device, uncommitted.
+      sharding: a `jax.sharding.Sharding` for all, a tree of them that is a prefix of `shapes`, None for the default device, uncommitted,
+        or "host" for numpy arrays.
       tied: torch names that some writers store a second time, each with the name it repeats: they may be absent, and must hold
         the same values when they are there.
       ignored: torch names of constants that the network makes itself; they may be absent.
 
     Returns:
-      Nested dict of jax arrays, the structure of `shapes`.
+      Nested dict of arrays, the structure of `shapes`.
 
     Raises:
       ValueError: tensors missing, unexpected, or of the wrong shape or type (all of them in one message), values that are
@@ -277,8 +277,9 @@ def _read(tensors: Mapping[str, Stored], source: Source, shape: tuple[int, ...],
                 read[key] = np.array(part(source.names[0], index), order="C")  # keeps a scalar a scalar
         return read[key]
 
-    if sharding is None:
-        return jnp.asarray(callback((slice(None),) * len(shape)))
+    if sharding in (None, "host"):
+        value = callback((slice(None),) * len(shape))
+        return value if sharding == "host" else jnp.asarray(value)
     return jax.make_array_from_callback(tuple(shape), sharding, callback)
 
 

@@ -110,6 +110,12 @@ def test_reads_into_shards(tmp_path):
     assert params["blocks"]["dense"]["kernel"].addressable_shards[0].data.shape == (LAYERS, 4, 4)
 
 
+def test_reads_to_the_host(tmp_path):
+    params = read(save_sharded(tmp_path, torch_tensors()), sharding="host")
+    assert_equal(params, expected(torch_tensors()))
+    assert {type(leaf) for leaf in jax.tree.leaves(params)} == {np.ndarray}
+
+
 class Counting:
     """A tensor view that counts the elements taken from it."""
 
