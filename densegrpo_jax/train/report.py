@@ -188,7 +188,10 @@ def _levels(steps) -> str:
     recent = steps[-20:]
     rows = np.array([[_number(v) for v in s["level_reward"]] for s in recent])
     gains = [s["gains"] for s in recent if "gains" in s]
-    figure, axes = _figure(3 if gains else 1, 3.0)
+    advantage = np.full((len(recent), rows.shape[1] - 1), np.nan)
+    for row, step in zip(advantage, recent):
+        row[step["trained"]] = [_number(v) for v in step["advantage_abs"]]
+    figure, axes = _figure(4 if gains else 2, 3.0)
     axes[0].plot(np.arange(rows.shape[1]), _mean_of(rows), "o-", color=ACCENT)
     axes[0].set_title("R along the trajectory (0 = noise)")
     if gains:
@@ -199,9 +202,11 @@ def _levels(steps) -> str:
         axes[1].bar(at, -negative, color=BAD)
         axes[1].axhline(0.0, color=INK, lw=0.8)
         axes[1].set_ylim(-1, 1)
-        axes[1].set_title("share of positive and negative gains")
+        axes[1].set_title("positive and negative gains")
         axes[2].bar(at, spread, color=ACCENT)
-        axes[2].set_title("spread of the gains within groups")
+        axes[2].set_title("spread of gains in groups")
+    axes[-1].bar(np.arange(advantage.shape[1]), np.nan_to_num(_mean_of(advantage)), color=ACCENT)
+    axes[-1].set_title("mean |advantage|")
     for axis in axes:
         axis.set_xlabel("denoising step")
     return _svg(figure) + f"<p class=note>Mean of the last {len(recent)} training steps.</p>"
