@@ -32,9 +32,9 @@ from tests.train.test_processes import noise, train
 settings, workdir, steps, fatal = json.loads(sys.argv[1])
 jax.distributed.initialize = functools.partial(jax.distributed.initialize, heartbeat_timeout_seconds=10)  # not 100: who is killed is missed
 parallel.join(Parallel(**settings))
-if fatal is not None and settings["process"] == 1:  # is killed while it saves this step
+if fatal and settings["process"] == 1:  # gets this signal before it saves this step
     save = checkpoint.save
-    checkpoint.save = lambda config, state: os.kill(os.getpid(), 9) if state.step == fatal else save(config, state)
+    checkpoint.save = lambda config, state: (state.step == fatal[0] and os.kill(os.getpid(), fatal[1]), save(config, state))
 train(Path(workdir), Parallel(**settings), steps)
 found = noise(Parallel(**settings))
 if parallel.primary():
@@ -65,8 +65,9 @@ def free_port() -> int:
         return taken.getsockname()[1]
 
 
-def run(workdir, count, fsdp=1, fatal=None, log=None):
-    """Starts the processes; returns their exit codes."""
+def run(workdir, count, fsdp=1, fatal=None, *, log):
+    """Starts the processes with a new log; returns their exit codes."""
+    log.write_text("")
     coordinator = f"localhost:{free_port()}"
     started = []
     for process in range(count):
@@ -86,20 +87,31 @@ def run(workdir, count, fsdp=1, fatal=None, log=None):
 
 @pytest.mark.mesh
 @pytest.mark.usefixtures("plain_dispatch")
-@pytest.mark.parametrize(("count", "fsdp"), [(2, 1), pytest.param(4, 4, marks=pytest.mark.slow)])
-def test_processes_agree_with_one_also_after_one_of_them_was_killed(tmp_path, count, fsdp):
+@pytest.mark.parametrize(
+    ("count", "fsdp", "interruptions"),
+    [
+        (2, 1, [(2, signal.SIGKILL)]),
+        pytest.param(4, 4, [(1, signal.SIGTERM), (3, signal.SIGKILL)], marks=pytest.mark.slow),
+    ],
+)
+def test_processes_agree_with_one_also_after_one_of_them_was_stopped_or_killed(tmp_path, count, fsdp, interruptions):
     workdir, log, alone = tmp_path / "run", tmp_path / "log", tmp_path / "alone"
     one = Parallel(devices=2 * count, fsdp=fsdp)
     train(alone, one, STEPS)
-    codes = run(workdir, count, fsdp, fatal=2, log=log)
-    assert codes[1] == -signal.SIGKILL and all(codes), log.read_text()[-3000:]  # the others do not wait forever
-    assert checkpoint.steps(workdir) == [1]
+    for step, number in interruptions:
+        codes = run(workdir, count, fsdp, fatal=(step, number), log=log)
+        if number == signal.SIGKILL:
+            assert codes[1] == -number and all(codes), log.read_text()[-3000:]  # the others do not wait forever
+            assert checkpoint.steps(workdir)[-1] == step - 1
+        else:  # all of them finish the next step
+            assert not any(codes) and checkpoint.steps(workdir)[-1] == step + 1, log.read_text()[-3000:]
+            assert log.read_text().count(f"stopped after step {step + 1}") == 1
     assert run(workdir, count, fsdp, log=log) == [0] * count, log.read_text()[-3000:]
     # Sums over processes are taken in another order. Where a gradient is about Adam's eps, that shows in the update, not in the moments.
     same(alone, workdir, atol=1e-3 * LEARNING_RATE)
     np.testing.assert_array_equal(np.load(workdir / "noise.npy"), noise(one))
     assert [r["step"] for r in metrics.read(workdir / "metrics.jsonl")] == list(range(STEPS))
-    assert len(list((workdir / "tensorboard").iterdir())) == 2  # one a start, of the first process
+    assert len(list((workdir / "tensorboard").iterdir())) == 1 + len(interruptions)  # one a start, of the first process
     assert (workdir / "report.html").read_text().endswith("</html>")
     assert log.read_text().count(f"step {STEPS}/{STEPS}") == 1  # and it alone speaks
 
