@@ -186,6 +186,9 @@ class Parallel:
     """Devices that take part; all by default, and of several processes always all. They share the trajectories evenly."""
     fsdp: int = 1
     """Devices that share the frozen weights, gathering them layer by layer, instead of a copy each; for what does not fit one."""
+    tensor: int = 1
+    """Devices that compute each trajectory together, a share of every layer's heads and hidden units each; for more devices than
+    trajectories, or where one trajectory does not fit. A divisor of the number of heads."""
     encoders: Literal["device", "host"] = "device"
     """Where the text encoders wait: "host" brings them to the device for new prompts only."""
     coordinator: str | None = None
@@ -326,6 +329,7 @@ RANGES = {
     "optimizer.ema_decay": (0, 0.99999999),
     "parallel.devices": (1, 10**6),
     "parallel.fsdp": (1, 10**6),
+    "parallel.tensor": (1, 10**6),
     "evaluation.every": (0, 10**9),
     "evaluation.num_steps": (1, 1000),
     "evaluation.images_per_prompt": (1, 10**6),
@@ -402,7 +406,7 @@ def check(config: Config, trained_steps: int, devices: int = 1) -> None:
     Args:
       config: the run.
       trained_steps: number of trained denoising steps.
-      devices: over which the trajectories are sharded.
+      devices: over which the trajectories are sharded, those that compute one together counted once.
 
     Raises:
       ValueError: naming the field, its value and valid choices.

@@ -114,7 +114,7 @@ def refuse(config: Config, training: bool = True) -> None:
     _place(config.run.workdir)
     if training:
         outline, tables = _grid(config)
-        check(config, int(tables.trained.sum()), parallel.count(config.parallel))
+        check(config, int(tables.trained.sum()), parallel.shares(config.parallel))
     if config.model.path != "toy":
         collections.deque(_complete(config), maxlen=0)
     if training:
@@ -142,8 +142,8 @@ def environment(config: Config) -> Found:
 
 def devices(config: Config) -> Found:
     here = jax.devices()
-    taken = parallel.count(config.parallel)
-    yield "ok", f"{len(here)} x {here[0].device_kind} ({here[0].platform}), {taken} of them taken, fsdp {config.parallel.fsdp}"
+    taken, p = parallel.count(config.parallel), config.parallel
+    yield "ok", f"{len(here)} x {here[0].device_kind} ({here[0].platform}), {taken} of them taken, fsdp {p.fsdp}, tensor {p.tensor}"
     if here[0].platform == "cpu" and config.model.path not in ("toy", "tiny"):
         yield "warn", "no accelerator is seen; install jax[cuda13] or jax[tpu], or look at JAX_PLATFORMS"
     if here[0].platform == "cpu" and config.model.dtype == "bfloat16":
@@ -189,7 +189,7 @@ def grid(config: Config) -> Found:
 
 def batch(config: Config) -> Found:
     _, tables = _grid(config)
-    devices = parallel.count(config.parallel)
+    devices = parallel.shares(config.parallel)
     check(config, steps := int(tables.trained.sum()), devices)
     price = cost(config.sampling.num_steps, tables.scheme, tile=config.completion.tile, tail=config.completion.tail)
     trajectories, size, updates = batch_size(config), micro_batch(config, steps, devices), config.optimizer.updates
@@ -304,6 +304,7 @@ def _outline(config: Config) -> Policy:
     if config.model.path == "toy":
         return _toy_outline(config)
     configs = _configs(config)
+    policies.check_heads(configs, config.parallel.tensor)
     height, width = config.model.resolution or (pipeline.default_side(configs),) * 2
     return recipe.abstract_policy(config, configs, pipeline.latent_shape(configs, height, width))
 
@@ -391,13 +392,14 @@ def _bytes(config: Config) -> dict[str, float]:
 
 def _on_a_device(config: Config, parts: dict[str, float]) -> dict[str, float]:
     """Of those bytes, what each device of the run holds; on CPU all, as its devices share one memory."""
-    p, devices = config.parallel, parallel.count(config.parallel)
+    p, devices = config.parallel, parallel.shares(config.parallel)
     if jax.devices()[0].platform == "cpu":
         return parts
-    whole = 1 if config.adapter.rank else p.fsdp  # all weights, where they are trained, are shared as the frozen ones
+    together = p.fsdp * p.tensor
+    whole = 1 if config.adapter.rank else together  # all weights, where they are trained, are shared as the frozen ones
     shares = {"vae": 1, "latents of a step": devices, "trained weights, optimiser, average": whole}
     waits = p.encoders == "host"
-    return {name: 0.0 if waits and name.startswith("text_encoder") else size / shares.get(name, p.fsdp) for name, size in parts.items()}
+    return {name: 0.0 if waits and name.startswith("text_encoder") else size / shares.get(name, together) for name, size in parts.items()}
 
 
 def _available() -> tuple[float | None, str]:
@@ -427,7 +429,7 @@ def _place(workdir: Path) -> Path:
 
 def _small(config: Config, workdir: Path) -> Config:
     """Two steps of the run on one prompt, with the same programs otherwise."""
-    devices = parallel.count(config.parallel)
+    devices = parallel.shares(config.parallel)
     group = -(-min(config.prompts.group_size, 4) // devices) * devices
     return change(
         config,

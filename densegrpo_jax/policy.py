@@ -133,6 +133,7 @@ def from_folder(config: Config, mesh: jax.sharding.Mesh | None = None) -> Policy
     shape = pipeline.latent_shape(configs, height, width)
     network, cache = pipe.params["transformer"], {}
     velocity = velocity_of(config, configs, pipe.dtype)
+    check_heads(configs, config.parallel.tensor)
     if pipeline.few_steps(configs) and config.exploration.sampler not in REPLACING_SAMPLERS:
         raise ValueError(
             f"exploration.sampler = {config.exploration.sampler!r} reads a score from the velocity, which that of {config.model.path}, a "
@@ -166,6 +167,18 @@ def from_folder(config: Config, mesh: jax.sharding.Mesh | None = None) -> Policy
         start=start,
         name=f"{configs.family} from {config.model.path}",
     )
+
+
+def check_heads(configs, tensor: int) -> None:
+    """Refuses a number of devices that cannot share the heads of a model folder's network.
+
+    Raises:
+      ValueError: naming the valid ones.
+    """
+    heads = configs.transformer.num_attention_heads
+    if heads % tensor:
+        valid = [n for n in range(1, heads + 1) if heads % n == 0]
+        raise ValueError(f"parallel.tensor = {tensor} does not divide the {heads} heads of the network; choose one of {valid}")
 
 
 def velocity_of(config: Config, configs, dtype: jnp.dtype) -> Callable[[dict, Any, Any], flow.solvers.Velocity]:

@@ -1,10 +1,10 @@
 """Floor 1: grids, transitions, noise, solvers, rollout and completions. Arrays and a `velocity(x, sigma)` callable in, arrays out.
 
-    >>> from densegrpo_jax import flow
-    >>> sigmas = flow.uniform_sigmas(10)
-    >>> window = flow.all_but_last(10)
-    >>> kernel = flow.only_where(flow.flow_sde(sigmas, 0.7), sigmas, window.stochastic)
-    >>> trajectory, clean = flow.rollout_and_complete(velocity, x, kernel, sigmas, noise, flow.branches(sigmas))  # doctest: +SKIP
+>>> from densegrpo_jax import flow
+>>> sigmas = flow.uniform_sigmas(10)
+>>> window = flow.all_but_last(10)
+>>> kernel = flow.only_where(flow.flow_sde(sigmas, 0.7), sigmas, window.stochastic)
+>>> trajectory, clean = flow.rollout_and_complete(velocity, x, kernel, sigmas, noise, flow.branches(sigmas))  # doctest: +SKIP
 """
 
 from densegrpo_jax.flow.completion import (

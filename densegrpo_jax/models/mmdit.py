@@ -20,6 +20,8 @@ from densegrpo_jax.models.layers import Dense, MLPEmbedding, RMSNorm, normalize,
 from densegrpo_jax.models.source import Source
 
 EPS = 1e-6  # of every norm
+OUTPUTS_SHARED = r"/(to_[qkv]|add_[qkv]_proj|net_0_proj|proj_mlp)/kernel$"  # weights whose outputs are heads or hidden units
+INPUTS_SHARED = r"/(to_out_0|to_add_out|net_2)/kernel$"  # and whose inputs are
 TIME_CHANNELS = 256  # of the sinusoidal embeddings
 Rotary = tuple[jax.Array, jax.Array]  # cosines and sines, [N, D/2H] each
 

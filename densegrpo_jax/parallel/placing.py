@@ -1,23 +1,26 @@
 """Where arrays lie on a mesh. Without a mesh they go to the default device, uncommitted."""
 
+import math
+import re
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding
 
-from densegrpo_jax.parallel.mesh import AXES
+from densegrpo_jax.models.mmdit import INPUTS_SHARED, OUTPUTS_SHARED
+from densegrpo_jax.parallel.mesh import ROWS
 
 
 def over_rows(mesh: Mesh | None, tree: Any, axis: int = 0) -> Any:
-    """Arrays whose `axis` is that of trajectories, spread over all devices.
+    """Arrays whose `axis` is that of trajectories, spread over all devices; those of a group along "tensor" hold the same.
 
     Raises:
       ValueError: a number of trajectories that the devices do not share evenly (from jax).
     """
     if mesh is None:
         return jax.tree.map(jnp.asarray, tree)
-    return jax.device_put(tree, NamedSharding(mesh, jax.P(*[None] * axis, AXES)))
+    return jax.device_put(tree, NamedSharding(mesh, jax.P(*[None] * axis, ROWS)))
 
 
 def everywhere(mesh: Mesh | None, tree: Any) -> Any:
@@ -33,7 +36,7 @@ def by_rows(tree: Any, axis: int = 0) -> Any:
     """
     if jax.sharding.get_abstract_mesh().empty:
         return tree
-    spec = jax.P(*[None] * axis, AXES)
+    spec = jax.P(*[None] * axis, ROWS)
     return jax.tree.map(lambda leaf: jax.lax.with_sharding_constraint(leaf, spec) if leaf.ndim > axis else leaf, tree)
 
 
@@ -45,23 +48,32 @@ def whole(tree: Any) -> Any:
 
 
 def spread(mesh: Mesh, shapes: Any) -> Any:
-    """Shardings of frozen weights over the axis "fsdp": by the longest side that it divides, never by the stack of layers, which a scan
-    takes one by one. Vectors, and what no side fits, are whole everywhere.
+    """Shardings of frozen weights.
+
+    Axis "tensor" takes a side of the layers that make heads or hidden units, or read them, as `models.mmdit` names them, so that each
+    device computes with its share. Over "fsdp" lies the longest other side that it divides, never the stack of layers, which a scan takes
+    one by one; weights without a share to compute with lie over both axes. Vectors, and what no side fits, are whole everywhere.
 
     Args:
       mesh: of the run.
       shapes: tree of anything with a `shape`.
     """
-    fsdp = mesh.shape["fsdp"]
+    sizes = {axis: mesh.shape[axis] for axis in ("fsdp", "tensor")}
+    rules = ((OUTPUTS_SHARED, -1), (INPUTS_SHARED, -2))
 
-    def one(leaf):
-        sides = [(n, i) for i, n in enumerate(leaf.shape) if n % fsdp == 0 and not (i == 0 and leaf.ndim > 2)]
-        spec = [None] * leaf.ndim
-        if fsdp > 1 and sides and leaf.ndim > 1:
-            spec[max(sides)[1]] = "fsdp"
+    def one(path, leaf):
+        name, spec = jax.tree_util.keystr(path, simple=True, separator="/"), [None] * leaf.ndim
+        side = next((side for rule, side in rules if re.search(rule, name) and sizes["tensor"] > 1), None)
+        if side is not None:
+            spec[side] = "tensor"
+        over = tuple(axis for axis, size in sizes.items() if size > 1 and axis not in spec)
+        number = math.prod(sizes[axis] for axis in over)
+        free = [(n, i) for i, n in enumerate(leaf.shape) if n % number == 0 and spec[i] is None and not (i == 0 and leaf.ndim > 2)]
+        if over and free and leaf.ndim > 1:
+            spec[max(free)[1]] = over if len(over) > 1 else over[0]
         return NamedSharding(mesh, jax.P(*spec))
 
-    return jax.tree.map(one, shapes)
+    return jax.tree.map_with_path(one, shapes)
 
 
 def shared(mesh: Mesh | None, tree: Any) -> Any:

@@ -98,7 +98,8 @@ def to_host(array: jax.Array) -> np.ndarray:
 
 
 def mine(rows: np.ndarray, *arrays: jax.Array) -> tuple[Any, ...]:
-    """This process's part of rows: those that lie with it, or an equal share where they do not lie apart. Each is one process's only.
+    """This process's part of rows: those that lie with it, or an equal share where they do not lie apart. Each is one process's only, the
+    first one's of those that it lies with.
 
     Args:
       rows: [n] numbers of the rows.
@@ -109,12 +110,24 @@ def mine(rows: np.ndarray, *arrays: jax.Array) -> tuple[Any, ...]:
     """
     if jax.process_count() == 1:
         return rows, *arrays
-    spans = [{shard.index[0].indices(len(rows))[:2]: shard.data for shard in array.addressable_shards} for array in arrays]
+    spans = [_owned(array) for array in arrays]
     if any(array.is_fully_replicated for array in arrays) or any(of.keys() != spans[0].keys() for of in spans):
         first, last = (len(rows) * (jax.process_index() + i) // jax.process_count() for i in (0, 1))
         return rows[first:last], *(to_host(array)[first:last] for array in arrays)
     order = sorted(spans[0])
-    return np.concatenate([rows[slice(*span)] for span in order]), *(np.concatenate([of[span] for span in order]) for of in spans)
+    empty = (np.zeros((0, *array.shape[1:]), array.dtype) for array in arrays)
+    parts = (np.concatenate([none, *(of[span] for span in order)]) for none, of in zip(empty, spans))
+    return np.concatenate([rows[:0], *(rows[slice(*span)] for span in order)]), *parts
+
+
+def _owned(array: jax.Array) -> dict[tuple[int, int], jax.Array]:
+    """Parts of an array by the rows that they are, those of which no earlier process has a copy."""
+    first: dict[tuple[int, int], int] = {}
+    for device, index in array.sharding.devices_indices_map(array.shape).items():
+        span = index[0].indices(len(array))[:2]
+        first[span] = min(device.process_index, first.get(span, device.process_index))
+    spans = ((shard.index[0].indices(len(array))[:2], shard.data) for shard in array.addressable_shards)
+    return {span: data for span, data in spans if first[span] == jax.process_index()}
 
 
 def of_process(mesh: Mesh | None) -> Mesh | None:
@@ -122,7 +135,7 @@ def of_process(mesh: Mesh | None) -> Mesh | None:
     if mesh is None or jax.process_count() == 1:
         return mesh
     own = np.array([device for device in mesh.devices.flat if device.process_index == jax.process_index()])
-    return Mesh(own.reshape(-1, 1), AXES, axis_types=(jax.sharding.AxisType.Auto,) * len(AXES))
+    return Mesh(own.reshape(-1, 1, 1), AXES, axis_types=(jax.sharding.AxisType.Auto,) * len(AXES))
 
 
 def alone(mesh: Mesh | None) -> AbstractContextManager:

@@ -19,7 +19,7 @@ import numpy as np
 from densegrpo_jax import flow, parallel
 from densegrpo_jax.config import Config, batch_size
 from densegrpo_jax.families import Conditioning, Configs
-from densegrpo_jax.parallel.mesh import AXES
+from densegrpo_jax.parallel.mesh import ROWS, arranged
 from densegrpo_jax.plan.chips import Topology
 from densegrpo_jax.plan.recipe import Recipe, abstract_policy
 from densegrpo_jax.plan.roofline import Settings
@@ -55,8 +55,8 @@ def available() -> bool:
     return importlib.util.find_spec("libtpu") is not None
 
 
-def mesh(where: Topology, fsdp: int) -> jax.sharding.Mesh:
-    """Devices of a slice that is not there, as axes data and fsdp.
+def mesh(where: Topology, fsdp: int, tensor: int = 1) -> jax.sharding.Mesh:
+    """Devices of a slice that is not there, as the mesh of a run.
 
     Raises:
       ValueError: GPUs, no libtpu, or a shape that libtpu does not know.
@@ -74,8 +74,7 @@ def mesh(where: Topology, fsdp: int) -> jax.sharding.Mesh:
         devices = topologies.get_topology_desc(platform="tpu", topology_name=where.name).devices
     except Exception as error:  # libtpu's own kind
         raise ValueError(f"{where.name}: libtpu has no such slice ({str(error).splitlines()[0]})") from error
-    grid = np.array(devices[: where.count]).reshape(-1, fsdp)
-    return jax.sharding.Mesh(grid, AXES, axis_types=(jax.sharding.AxisType.Auto,) * len(AXES))
+    return arranged(devices[: where.count], fsdp, tensor)
 
 
 def with_layers(configs: Configs, layers: int) -> Configs:
@@ -93,7 +92,7 @@ def compile_phase(name: str, recipe: Recipe, settings: Settings, where: Topology
     Args:
       name: one of PROGRAMS.
       recipe: of the config.
-      settings: chunks, attention and remat, which replace the config's; weights are shared over `fsdp` chips.
+      settings: chunks, attention and remat, which replace the config's; weights are shared over `fsdp` chips, products over `tensor`.
       where: TPU slice.
 
     Raises:
@@ -101,7 +100,7 @@ def compile_phase(name: str, recipe: Recipe, settings: Settings, where: Topology
     """
     if name not in PROGRAMS:
         raise ValueError(f"program {name!r}: choose one of {', '.join(PROGRAMS)}")
-    devices = mesh(where, settings.fsdp)
+    devices = mesh(where, settings.fsdp, settings.tensor)
     program, arguments = build(name, recipe, settings, devices)
     with jax.set_mesh(devices):  # only now: nothing can be computed on these devices
         began = time.perf_counter()
@@ -120,7 +119,7 @@ def build(name: str, recipe: Recipe, settings: Settings, devices: jax.sharding.M
     config, policy = _settled(recipe, settings)
     shard = jax.sharding.NamedSharding
     everywhere = shard(devices, jax.P())
-    rows, P = AXES, config.prompts.per_step
+    rows, P = ROWS, config.prompts.per_step
     B, T = batch_size(config), config.sampling.num_steps
 
     def array(shape, *spec, dtype=jnp.float32):
@@ -148,7 +147,7 @@ def build(name: str, recipe: Recipe, settings: Settings, devices: jax.sharding.M
         ids = array((count,), rows, dtype=jnp.int32)
         return phases.make_sample(config, policy, recipe.tables), (params, trained, text(P), uncond, integer, ids, ids)
     if name == "decode":
-        return phases.make_decode(config, policy, devices.size), (params, array((recipe.images, *recipe.latent), rows))
+        return phases.make_decode(config, policy, devices.size // settings.tensor), (params, array((recipe.images, *recipe.latent), rows))
 
     def per_step(count):
         return array((count, B, *recipe.latent), None, rows)

@@ -122,8 +122,8 @@ def _head(name: str, recipe: Recipe, settings: Settings, where: Topology) -> lis
         f"pass{'es' * (r.branches > 1)} an evaluation",
         f"a step      {config.prompts.per_step} prompts x {config.prompts.group_size} = {r.trajectories} trajectories, "
         f"{r.price.evaluations} evaluations and {len(r.tables.scheme) + 1} images each, {r.trained_steps} steps trained",
-        f"settings    fsdp {settings.fsdp}, attention {settings.attention}, remat {'on' if settings.remat else 'off'}, "
-        f"text encoders on the {settings.encoders}",
+        f"settings    fsdp {settings.fsdp}, tensor {settings.tensor}, attention {settings.attention}, "
+        f"remat {'on' if settings.remat else 'off'}, text encoders on the {settings.encoders}",
         f"            {flags(recipe, settings, where)}",
     ]
     if where.hosts > 1:
@@ -138,6 +138,8 @@ def flags(recipe: Recipe, settings: Settings, where: Topology) -> str:
     words = (
         f"--sampling.chunk {settings.chunk} --sampling.decode-chunk {settings.decode_chunk} --optimizer.micro-batch {settings.micro_batch}"
     )
+    if settings.tensor > 1:
+        words = f"--parallel.tensor {settings.tensor} {words}"
     if settings.fsdp > 1:
         words = f"--parallel.fsdp {settings.fsdp} {words}"
     if settings.encoders != "device":

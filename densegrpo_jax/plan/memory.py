@@ -46,16 +46,17 @@ class Memory(NamedTuple):
 
 def memory(recipe: Recipe, settings: Settings, where: Topology) -> Memory:
     """The memory of each chip; see the module."""
-    r, s, config, chips = recipe, settings, recipe.config, where.count
+    r, s, config, shares = recipe, settings, recipe.config, where.count // settings.tensor
     width, network, T = r.bytes_per_number, recipe.network, recipe.config.sampling.num_steps
-    B, latent = batch_size(config) / chips, FLOAT32 * r.latent[0] * r.latent[1] * r.latent[2]
+    B, latent = batch_size(config) / shares, FLOAT32 * r.latent[0] * r.latent[1] * r.latent[2]
     tokens, branches, S = r.image_tokens + r.text_tokens, r.branches, r.text_tokens
-    encoders = sum(p.weights for p in r.encoders.values()) * width / s.fsdp
+    together = s.fsdp * s.tensor
+    encoders = sum(p.weights for p in r.encoders.values()) * width / together
     waiting = s.encoders == "host"
     text = S * r.configs.transformer.joint_attention_dim * width  # of one prompt
     trajectory = B * latent * (3 * T + 1 + len(r.tables.scheme) + 1)
     resident = {
-        "transformer": network.weights * width / s.fsdp,
+        "transformer": network.weights * width / together,
         "text encoders": 0.0 if waiting else encoders,
         "autoencoder": r.autoencoder * FLOAT32,
         "scorers": r.scorers * FLOAT32,
@@ -64,12 +65,12 @@ def memory(recipe: Recipe, settings: Settings, where: Topology) -> Memory:
         "prompts": (config.prompts.per_step + 1) * text,
     }
 
-    gathered = 2 * network.block * width if s.fsdp > 1 else 0.0
-    chunk, micro, decoded = s.chunk / chips, s.micro_batch / chips, s.decode_chunk / chips
+    gathered = 2 * network.block * width / s.tensor if together > 1 else 0.0
+    chunk, micro, decoded = s.chunk / shares, s.micro_batch / shares, s.decode_chunk / shares
     height, breadth = (side * r.configs.vae.downsampling for side in r.latent[:2])
 
     def network_rows(rows: float, copies: int, logits: int) -> float:
-        return rows * branches * (copies * tokens * network.widest * width + (0 if s.fused else logits * network.largest_logits))
+        return rows * branches * (copies * tokens * network.widest * width + (0 if s.fused else logits * network.largest_logits / s.tensor))
 
     tile = config.completion.tile or (len(r.tables.scheme) + 1)
     sampled = chunk if r.elsewhere else B  # trajectories in one call of the program: rewards on the host are scored chunk by chunk
@@ -88,7 +89,7 @@ def memory(recipe: Recipe, settings: Settings, where: Topology) -> Memory:
     if r.vision:
         patches = FORWARD * 257 * r.vision.widest * FLOAT32 + LOGITS * r.vision.largest_logits
         pixels = 4 * 3 * height * breadth * FLOAT32
-        during["reward"] = SCORED_AT_ONCE / min(chips, where.chip.per_host) * (patches + pixels) + images
+        during["reward"] = SCORED_AT_ONCE / min(where.count, where.chip.per_host) * (patches + pixels) + images
     trained = FLOAT32 * r.adapter
     rows = micro * branches
     if recomputes(config):

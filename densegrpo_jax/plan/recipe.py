@@ -99,6 +99,7 @@ def read(config: Config) -> Recipe:
       ValueError: a model whose shape is not known, or settings that do not fit it.
     """
     configs = published.configs(config.model.path)
+    policy.check_heads(configs, config.parallel.tensor)
     height, width = config.model.resolution or (pipeline.default_side(configs),) * 2
     latent = pipeline.latent_shape(configs, height, width)
     trees = {name: shapes(configs, name) for name in pipeline.components(configs)}

@@ -1,7 +1,8 @@
 """How long each phase takes at least: the slowest of its arithmetic, its memory traffic and its collectives, each at the chip's peak.
 
 The frozen weights may be sharded over `fsdp` chips, which gather them layer by layer in every network call. Trajectories are spread over
-all chips; adapters are replicated, and their gradients summed over all chips after every micro-batch.
+all chips, or over groups of `tensor` chips that compute each together and sum what attention and the feed-forward layers give; adapters
+are replicated, and their gradients summed over all chips after every micro-batch.
 """
 
 from typing import NamedTuple
@@ -30,6 +31,7 @@ class Settings(NamedTuple):
       remat: recompute activations per block in the backward pass.
       attention: "xla", "splash" or "cudnn".
       encoders: where the text encoders wait until they are needed, "device" or "host".
+      tensor: chips that compute each trajectory together.
     """
 
     fsdp: int
@@ -39,6 +41,7 @@ class Settings(NamedTuple):
     remat: bool
     attention: str
     encoders: str = "device"
+    tensor: int = 1
 
     @property
     def fused(self) -> bool:
@@ -76,7 +79,8 @@ def phases(recipe: Recipe, settings: Settings, topology: Topology) -> list[Phase
     config, network, B, T = r.config, r.network, r.trajectories, r.config.sampling.num_steps
     width = r.bytes_per_number
     peak = chip.peak if width == 2 else chip.peak_float32
-    weights, shared = network.weights * width, (s.fsdp - 1) / s.fsdp
+    weights, shared = network.weights * width / s.tensor, (s.fsdp - 1) / s.fsdp
+    summed = 2 * (s.tensor - 1) / n  # arrays that a chip receives for each of all rows where a group of chips sums one
 
     tokens = r.image_tokens + r.text_tokens
     padded = (-(-tokens // SPLASH_BLOCK) * SPLASH_BLOCK / tokens) ** 2 if s.attention == "splash" else 1.0
@@ -100,11 +104,15 @@ def phases(recipe: Recipe, settings: Settings, topology: Topology) -> list[Phase
         """Bytes of weights that one chip reads, and writes where it has gathered them."""
         return calls * times * weights * (1.0 + shared)
 
+    def reduced(passes: float) -> float:
+        """Bytes that one chip receives where a group sums what attention and feed-forward layers give, forward or backward."""
+        return passes * summed * 2 * network.depth * tokens * network.widest * width
+
     def forward(name: str, evaluations: float, useful: float, calls: float, rows: float) -> Phase:
         moved = touched(network, rows * evaluations * r.branches, width) + read(calls)
         return phase(
             name, evaluations, rows * evaluations * r.branches * per_pass, rows * useful * r.branches * network.flops, moved,
-            calls * weights * shared,
+            calls * weights * shared + reduced(rows * evaluations * r.branches),
         )  # fmt: skip
 
     # --- encode (each process its own prompts), sample, complete
@@ -123,7 +131,7 @@ def phases(recipe: Recipe, settings: Settings, topology: Topology) -> list[Phase
     images, side = r.images, r.decoder
     decode_calls = images / s.decode_chunk
     moved = touched(side, images, FLOAT32) + decode_calls * side.weights * FLOAT32
-    result.append(phase("decode", 0.0, images * side.flops, images * side.flops, moved, speed=chip.peak_float32))
+    result.append(phase("decode", 0.0, images * side.flops * s.tensor, images * side.flops, moved, speed=chip.peak_float32))
     if r.vision:
         work = images * r.vision.flops
         moved = touched(r.vision, images, FLOAT32) + images / topology.hosts / SCORED_AT_ONCE * r.vision.weights * FLOAT32
@@ -146,6 +154,7 @@ def phases(recipe: Recipe, settings: Settings, topology: Topology) -> list[Phase
     moved += micro * 2 * FLOAT32 * trained + config.optimizer.updates * 10 * FLOAT32 * trained
     received = micro * ((2 + reference) * weights * shared + 2 * FLOAT32 * trained * (n - 1) / n)
     passes = pairs * r.branches
+    received += reduced((2 + s.remat + reference) * passes)
     result.append(phase("update", steps * (1 + reference), passes * (once + base + again), passes * (once + base), moved, received))
 
     # --- evaluation, spread over the training steps
@@ -154,5 +163,6 @@ def phases(recipe: Recipe, settings: Settings, topology: Topology) -> list[Phase
         part = forward("evaluation", 0.0, 0.0, count / s.chunk * each, 0.0)
         work = count * each * r.branches
         moved = part.moved + touched(network, count * each * r.branches, width)
-        result.append(phase("evaluation", 0.0, work * per_pass, work * network.flops, moved, part.received))
+        received = part.received + reduced(work)
+        result.append(phase("evaluation", 0.0, work * per_pass, work * network.flops, moved, received))
     return result

@@ -33,16 +33,34 @@ def configured(recipe: Recipe, topology: Topology, fsdp: int) -> Settings:
     Raises:
       ValueError: they cannot be spread evenly over the chips; says which, and what can.
     """
-    config, n = recipe.config, topology.count
+    config = recipe.config
+    n = shares(recipe, topology)
     try:
         check(config, recipe.trained_steps, devices=n)
     except ValueError as error:
         raise ValueError(f"{error}, or have settings chosen with --search") from error
     if fsdp < 1 or n % fsdp:
-        raise ValueError(f"fsdp = {fsdp} does not divide the {n} chips of {topology.name}; choose one of {divisors(n)}")
+        raise ValueError(
+            f"fsdp = {fsdp} does not divide the {n} {'chips' if n == topology.count else 'groups of chips'} of {topology.name}; "
+            f"choose one of {divisors(n)}"
+        )
     chunk = config.sampling.chunk or batch_size(config)
     micro, decode = micro_batch(config, recipe.trained_steps, n), decode_size(config, recipe.images, n)
-    return Settings(fsdp, chunk, micro, decode, config.optimizer.remat, attentions(recipe, topology)[0], config.parallel.encoders)
+    kind, p = attentions(recipe, topology)[0], config.parallel
+    return Settings(fsdp, chunk, micro, decode, config.optimizer.remat, kind, p.encoders, p.tensor)
+
+
+def shares(recipe: Recipe, topology: Topology) -> int:
+    """Over how many groups of chips the trajectories are spread; see `Settings.tensor`.
+
+    Raises:
+      ValueError: the config's parallel.tensor does not divide the chips.
+    """
+    tensor = recipe.config.parallel.tensor
+    if topology.count % tensor:
+        valid = divisors(topology.count)
+        raise ValueError(f"parallel.tensor = {tensor} does not divide the {topology.count} chips of {topology.name}; choose one of {valid}")
+    return topology.count // tensor
 
 
 def divisors(number: int) -> list[int]:
@@ -70,23 +88,27 @@ def search(recipe: Recipe, topology: Topology) -> Settings:
     Raises:
       ValueError: nothing fits; says how many bytes the leanest settings are over, and what would help.
     """
-    config, n = recipe.config, topology.count
+    config, n = recipe.config, shares(recipe, topology)
     check(change(config, sampling={"chunk": None}), recipe.trained_steps, devices=n)
     wholes = batch_size(config), share(config, recipe.trained_steps), recipe.images
     pieces = dict(zip(("chunk", "micro_batch", "decode_chunk"), (shared_evenly(whole, n) for whole in wholes)))
     for name, whole, sizes in zip(("trajectories", "pairs of an update", "images"), wholes, pieces.values()):
         if not sizes:
-            raise ValueError(f"the {whole} {name} cannot be spread evenly over the {n} chips of {topology.name}; change prompts.per_step")
+            raise ValueError(
+                f"the {whole} {name} cannot be spread evenly over {n} shares of {topology.name}; change prompts.per_step, or raise "
+                "parallel.tensor"
+            )
     lean = {field: sizes[0] for field, sizes in pieces.items()}
     best: tuple[float, Settings] | None = None
     for encoders, kind, fsdp, remat in product(("device", "host"), attentions(recipe, topology), divisors(n), (True, False)):
-        leanest = Settings(fsdp=fsdp, remat=remat, attention=kind, encoders=encoders, **lean)
+        leanest = Settings(fsdp=fsdp, remat=remat, attention=kind, encoders=encoders, tensor=config.parallel.tensor, **lean)
         if fits(memory(recipe, leanest, topology), topology):
             seconds, chosen = _enlarged(recipe, leanest, pieces, topology)
             if best is None or seconds < 0.98 * best[0]:
                 best = seconds, chosen
     if best is None:
-        leanest = Settings(fsdp=n, remat=True, attention=attentions(recipe, topology)[-1], encoders="host", **lean)
+        kind, tensor = attentions(recipe, topology)[-1], config.parallel.tensor
+        leanest = Settings(fsdp=n, remat=True, attention=kind, encoders="host", tensor=tensor, **lean)
         raise ValueError(f"nothing fits {topology.name}: with the leanest settings {excess(recipe, leanest, topology)}")
     return best[1]
 
@@ -99,7 +121,7 @@ def _enlarged(recipe: Recipe, settings: Settings, pieces: dict[str, list[int]], 
         return [candidate for candidate in larger if fits(memory(recipe, candidate, topology), topology)]
 
     for field, sizes in pieces.items():
-        enough = fitting(settings, field, [size for size in sizes if size <= ENOUGH_ROWS * topology.count])
+        enough = fitting(settings, field, [size for size in sizes if size <= ENOUGH_ROWS * topology.count // settings.tensor])
         settings = enough[-1] if enough else settings
     seconds = _bound(recipe, settings, topology)
     for field, sizes in pieces.items():
@@ -127,7 +149,7 @@ def excess(recipe: Recipe, settings: Settings, topology: Topology) -> str:
         helps.append("set optimizer.remat")
     if settings.encoders == "device":
         helps.append("let the text encoders wait on the host")
-    if settings.fsdp < topology.count:
+    if settings.fsdp * settings.tensor < topology.count:
         helps.append(f"raise fsdp above {settings.fsdp}")
     helps.append("take more chips, or chips with more memory")
     return (

@@ -74,7 +74,7 @@ def _run(
     elif (config.run.workdir / "lock").exists():  # a second run is refused before it loads a model
         with lock.held(config.run.workdir):
             pass
-    mesh, devices = parallel.make(config.parallel), parallel.count(config.parallel)
+    mesh, devices = parallel.make(config.parallel), parallel.shares(config.parallel)
     opened.enter_context(jax.set_mesh(mesh) if mesh else nullcontext())
     policy = policies.load(config, mesh)
     sigmas = policies.sigmas(config, policy, config.sampling.num_steps)
@@ -259,7 +259,7 @@ def _sample_and_score(
             pieces.append(sample(*parallel.over_rows(mesh, (ids[start : start + chunk], start_ids[start : start + chunk]))))
             yield np.arange(start, start + chunk), pieces[-1][1]
 
-    size_of = partial(phases.decode_size, config, devices=mesh.size if mesh else 1) if on_host else int
+    size_of = partial(phases.decode_size, config, devices=parallel.shares(config.parallel)) if on_host else int
     scored = _score_pieces(policy, decode, scorers, prompts, members, sampled(), size_of, seen)
     trajectory, clean = pieces[0] if len(pieces) == 1 else phases.join(pieces)
     return trajectory, clean, scored, _pixel_statistics(seen, len(clean), batch)
@@ -409,7 +409,7 @@ def _make_evaluation(config: Config, policy: Policy, mesh, decode, scorers: dict
     """
     e, folder = config.evaluation, config.run.workdir / "samples"
     generate = phases.make_generate(config, policy, policies.sigmas(config, policy, e.num_steps))
-    weights, devices = reward_weights(config), mesh.size if mesh else 1
+    weights, devices = reward_weights(config), parallel.shares(config.parallel)
 
     def evaluate(trained, done: int, before: Sequence[dict] = (), final: bool = False) -> list[dict]:
         wanted, each = (e.final_prompts, e.final_images_per_prompt) if final else (e.prompts, e.images_per_prompt)

@@ -127,8 +127,8 @@ def outweighed(config: Config, tables: Sampler) -> list[str]:
     if most < OUTWEIGHS or o.step_weights != "none" or o.ratio == "guard":
         return []
     return [
-        f"denoising step {trained[pull.argmax()]} has so little noise that its log-probabilities pull {most:.0f} times as much as the typical "
-        "step's; set objective.step_weights to tempflow, or leave the step out (exploration.window)"
+        f"denoising step {trained[pull.argmax()]} has so little noise that its log-probabilities pull {most:.0f} times as much as the "
+        "typical step's; set objective.step_weights to tempflow, or leave the step out (exploration.window)"
     ]
 
 

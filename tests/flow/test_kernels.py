@@ -188,9 +188,7 @@ def test_exact_kl_equals_torchs():
 
     v, v_ref, x = normal(0, 4, 6), normal(1, 4, 6), normal(2, 4, 6)
     row = ALL["flow_sde"].at(5)
-    p, q = (
-        Independent(Normal(torch.tensor(np.asarray(flow.transition_mean(row, x, u))), float(row.std)), 1) for u in (v, v_ref)
-    )
+    p, q = (Independent(Normal(torch.tensor(np.asarray(flow.transition_mean(row, x, u))), float(row.std)), 1) for u in (v, v_ref))
     np.testing.assert_allclose(flow.kl(row, v, v_ref) * 6, kl_divergence(p, q).numpy(), rtol=1e-5)
 
 
@@ -221,9 +219,7 @@ def test_image_layouts_give_the_same_numbers(name):
     layouts = [lambda a: a, lambda a: a.transpose(0, 3, 1, 2), lambda a: a.reshape(2, 24, 16)]
     for i in np.flatnonzero(ALL[name].std > 0):
         row = ALL[name].at(i)
-        rows = [
-            (flow.log_prob(row, f(x), f(v), f(z)), flow.kl(row, f(v), f(u)), flow.log_ratio(row, f(u), f(v), f(z))) for f in layouts
-        ]
+        rows = [(flow.log_prob(row, f(x), f(v), f(z)), flow.kl(row, f(v), f(u)), flow.log_ratio(row, f(u), f(v), f(z))) for f in layouts]
         for other in rows[1:]:
             for a, b in zip(rows[0], other):
                 np.testing.assert_allclose(a, b, rtol=2e-6, atol=2e-7)

@@ -69,7 +69,11 @@ def test_dpmpp2m_equals_diffusers_flow_multistep():
     from diffusers import DPMSolverMultistepScheduler
 
     scheduler = DPMSolverMultistepScheduler(
-        prediction_type="flow_prediction", use_flow_sigmas=True, flow_shift=1.0, solver_order=2, final_sigmas_type="zero",
+        prediction_type="flow_prediction",
+        use_flow_sigmas=True,
+        flow_shift=1.0,
+        solver_order=2,
+        final_sigmas_type="zero",
         lower_order_final=True,
     )
     scheduler.set_timesteps(8)

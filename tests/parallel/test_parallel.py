@@ -11,12 +11,21 @@ pytestmark = pytest.mark.mesh
 
 
 @pytest.mark.parametrize(
-    ("settings", "shape"), [(Parallel(), (8, 1)), (Parallel(fsdp=4), (2, 4)), (Parallel(4, 2), (2, 2)), (Parallel(1), None)]
+    ("settings", "shape"),
+    [
+        (Parallel(), (8, 1, 1)),
+        (Parallel(fsdp=4), (2, 4, 1)),
+        (Parallel(4, 2), (2, 2, 1)),
+        (Parallel(fsdp=2, tensor=2), (2, 2, 2)),
+        (Parallel(tensor=8), (1, 1, 8)),
+        (Parallel(1), None),
+    ],
 )
 def test_a_run_takes_all_devices_or_as_many_as_it_is_told(settings, shape):
     mesh = parallel.make(settings)
     assert (mesh and tuple(mesh.shape.values())) == shape
     assert parallel.count(settings) == np.prod(shape or 1)
+    assert parallel.shares(settings) == np.prod(shape or 1) // settings.tensor
 
 
 @pytest.mark.parametrize(
@@ -25,6 +34,8 @@ def test_a_run_takes_all_devices_or_as_many_as_it_is_told(settings, shape):
         (Parallel(9), "parallel.devices = 9: there are 8"),
         (Parallel(fsdp=3), r"parallel.fsdp = 3 does not divide the 8 devices; choose one of \[1, 2, 4, 8\]"),
         (Parallel(6, 4), r"parallel.fsdp = 4 does not divide the 6 devices; choose one of \[1, 2, 3, 6\]"),
+        (Parallel(tensor=3), r"parallel.tensor = 3 does not divide the 8 devices; choose one of \[1, 2, 4, 8\]"),
+        (Parallel(fsdp=4, tensor=4), r"parallel.fsdp = 4 does not divide the 2 groups of devices; choose one of \[1, 2\]"),
     ],
 )
 def test_what_cannot_be_made_is_refused(settings, reason):
@@ -42,11 +53,35 @@ def test_weights_are_shared_by_their_longest_side_and_vectors_are_whole():
     assert {name: leaf.addressable_shards[0].data.shape for name, leaf in placed.items()} == shapes | {"stack": (4, 6, 2), "kernel": (3, 8)}
 
 
+def test_tensor_takes_the_side_of_heads_and_hidden_units_and_fsdp_another():
+    mesh = parallel.make(Parallel(fsdp=2, tensor=2))
+    shapes = {
+        "blocks/attn/to_q/kernel": (4, 8, 16),
+        "blocks/attn/to_out_0/kernel": (4, 16, 8),
+        "blocks/ff/net_2/kernel": (4, 32, 8),
+        "blocks/attn/to_q/bias": (4, 16),
+        "blocks/norm1/linear/kernel": (4, 8, 48),
+        "x_embedder/kernel": (8, 6),
+    }
+    tree = {name: np.zeros(shape, np.float32) for name, shape in shapes.items()}
+    found = {name.split("/", 1)[1]: tuple(place.spec) for name, place in parallel.spread(mesh, tree).items()}
+    assert found == {
+        "attn/to_q/kernel": (None, "fsdp", "tensor"),
+        "attn/to_out_0/kernel": (None, "tensor", "fsdp"),
+        "ff/net_2/kernel": (None, "tensor", "fsdp"),
+        "attn/to_q/bias": (None, ("fsdp", "tensor")),
+        "norm1/linear/kernel": (None, None, ("fsdp", "tensor")),
+        "kernel": (("fsdp", "tensor"), None),
+    }
+
+
 def test_rows_lie_over_all_devices():
     mesh = parallel.make(Parallel(fsdp=2))
     x = parallel.over_rows(mesh, np.arange(32).reshape(2, 16), axis=1)
     assert {shard.data.shape for shard in x.addressable_shards} == {(2, 2)} and len(x.sharding.device_set) == 8
     assert parallel.everywhere(mesh, np.ones(3)).is_fully_replicated
+    together = parallel.over_rows(parallel.make(Parallel(tensor=4)), np.arange(32).reshape(2, 16), axis=1)
+    assert {shard.data.shape for shard in together.addressable_shards} == {(2, 8)}  # groups of four hold the same
     with pytest.raises(ValueError, match="evenly divide"):
         parallel.over_rows(mesh, np.arange(12))
     for place in (parallel.over_rows, parallel.everywhere):  # one device: as ever

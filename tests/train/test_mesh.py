@@ -6,7 +6,7 @@ import jax
 import numpy as np
 import pytest
 
-from densegrpo_jax import cli
+from densegrpo_jax import cli, parallel, policy
 from densegrpo_jax.config import Parallel
 from densegrpo_jax.rewards.base import host
 from densegrpo_jax.train import checkpoint, loop, metrics, phases
@@ -79,8 +79,6 @@ def test_meshes_agree_with_one_device(tmp_path, alone, settings):
 
 
 def test_noise_is_bitwise_the_same_and_lies_with_its_trajectory(tmp_path):
-    from densegrpo_jax import parallel, policy
-
     found = []
     for settings in (Parallel(devices=1), Parallel(fsdp=2)):
         run = config(tmp_path, settings)
@@ -149,6 +147,22 @@ def test_all_weights_are_shared_where_all_are_trained(tmp_path, monkeypatch):
     assert all(4 * np.prod(leaf.sharding.shard_shape(leaf.shape)) == leaf.size for leaf in kernels)
 
 
+def test_devices_along_tensor_share_the_products_of_each_trajectory(tmp_path):
+    found, work = [], []
+    for settings in (Parallel(devices=1), Parallel(devices=4, tensor=4)):
+        run = config(tmp_path, settings, "scenes_preference")
+        mesh = parallel.make(settings)
+        with jax.set_mesh(mesh) if mesh else jax.default_device(None):
+            model = policy.load(run, mesh)
+            x = np.random.default_rng(0).normal(size=(2, *model.shape)).astype(np.float32)
+            inputs = parallel.over_rows(mesh, (x, np.full(2, 0.5, np.float32), model.encode(["a red circle"] * 2)))
+            program = jax.jit(lambda params, x, sigma, cond, of=model: of.velocity(params, None, None)(x, sigma, cond))
+            found.append(np.asarray(program(model.params, *inputs)))
+            work.append(program.lower(model.params, *inputs).compile().cost_analysis()["flops"])
+    np.testing.assert_allclose(found[1], found[0], atol=2e-5)
+    assert work[1] < 0.3 * work[0]  # a quarter, and what all of them do
+
+
 def test_a_run_goes_on_with_other_devices(tmp_path, alone):
     for steps, settings in ((1, Parallel(fsdp=2)), (3, Parallel(devices=1))):
         loop.train(config(tmp_path, settings, run={"steps": steps}, evaluation={"every": 0}))
@@ -169,7 +183,10 @@ def test_what_the_devices_cannot_share_is_refused(tmp_path, sections, reason):
         loop.train(config(tmp_path, Parallel(), **sections))
 
 
-def test_a_model_folder_with_guidance_shared_weights_and_a_scorer_on_the_devices(tmp_path):
+@pytest.mark.parametrize(
+    "shared", [Parallel(fsdp=2, tensor=2), *(pytest.param(p, marks=pytest.mark.slow) for p in (Parallel(fsdp=4), Parallel(tensor=4)))]
+)
+def test_a_model_folder_with_guidance_shared_weights_and_a_scorer_on_the_devices(tmp_path, shared):
     sections = {
         "model": {"scan_unroll": 1},
         "sampling": {"num_steps": 3, "chunk": 8, "guidance_scale": 2.0},
@@ -177,6 +194,6 @@ def test_a_model_folder_with_guidance_shared_weights_and_a_scorer_on_the_devices
         "evaluation": {"every": 0, "final_prompts": 0},
         "run": {"steps": 1},
     }
-    for name, settings in (("one", Parallel(devices=1, encoders="host")), ("mesh", Parallel(fsdp=4))):
+    for name, settings in (("one", Parallel(devices=1, encoders="host")), ("mesh", shared)):
         loop.train(config(tmp_path / name, settings, "scenes_preference", **sections))
     same(tmp_path / "one", tmp_path / "mesh", rtol=5e-4)  # gradients through a network in float32, whose products are cut up differently

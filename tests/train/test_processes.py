@@ -65,13 +65,13 @@ def free_port() -> int:
         return taken.getsockname()[1]
 
 
-def run(workdir, count, fsdp=1, fatal=None, *, log):
+def run(workdir, count, shared, fatal=None, *, log):
     """Starts the processes with a new log; returns their exit codes."""
     log.write_text("")
     coordinator = f"localhost:{free_port()}"
     started = []
     for process in range(count):
-        settings = {"coordinator": coordinator, "processes": count, "process": process, "fsdp": fsdp}
+        settings = {"coordinator": coordinator, "processes": count, "process": process, **shared}
         argument = json.dumps((settings, str(workdir), STEPS, fatal))
         with log.open("a") as file:
             environment = os.environ | {"JAX_NUM_CPU_DEVICES": "2"}
@@ -88,25 +88,25 @@ def run(workdir, count, fsdp=1, fatal=None, *, log):
 @pytest.mark.mesh
 @pytest.mark.usefixtures("plain_dispatch")
 @pytest.mark.parametrize(
-    ("count", "fsdp", "interruptions"),
+    ("count", "shared", "interruptions"),
     [
-        (2, 1, [(2, signal.SIGKILL)]),
-        pytest.param(4, 4, [(1, signal.SIGTERM), (3, signal.SIGKILL)], marks=pytest.mark.slow),
+        (2, {}, [(2, signal.SIGKILL)]),
+        pytest.param(4, {"fsdp": 2, "tensor": 4}, [(1, signal.SIGTERM), (3, signal.SIGKILL)], marks=pytest.mark.slow),
     ],
 )
-def test_processes_agree_with_one_also_after_one_of_them_was_stopped_or_killed(tmp_path, count, fsdp, interruptions):
+def test_processes_agree_with_one_also_after_one_of_them_was_stopped_or_killed(tmp_path, count, shared, interruptions):
     workdir, log, alone = tmp_path / "run", tmp_path / "log", tmp_path / "alone"
-    one = Parallel(devices=2 * count, fsdp=fsdp)
+    one = Parallel(devices=2 * count, **shared)
     train(alone, one, STEPS)
     for step, number in interruptions:
-        codes = run(workdir, count, fsdp, fatal=(step, number), log=log)
+        codes = run(workdir, count, shared, fatal=(step, number), log=log)
         if number == signal.SIGKILL:
             assert codes[1] == -number and all(codes), log.read_text()[-3000:]  # the others do not wait forever
             assert checkpoint.steps(workdir)[-1] == step - 1
         else:  # all of them finish the next step
             assert not any(codes) and checkpoint.steps(workdir)[-1] == step + 1, log.read_text()[-3000:]
             assert log.read_text().count(f"stopped after step {step + 1}") == 1
-    assert run(workdir, count, fsdp, log=log) == [0] * count, log.read_text()[-3000:]
+    assert run(workdir, count, shared, log=log) == [0] * count, log.read_text()[-3000:]
     # Sums over processes are taken in another order. Where a gradient is about Adam's eps, that shows in the update, not in the moments.
     same(alone, workdir, atol=1e-3 * LEARNING_RATE)
     np.testing.assert_array_equal(np.load(workdir / "noise.npy"), noise(one))
