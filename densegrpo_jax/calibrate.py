@@ -10,6 +10,7 @@ import math
 import sys
 import time
 from collections.abc import Callable
+from contextlib import ExitStack, nullcontext, redirect_stdout
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple
@@ -20,7 +21,7 @@ import numpy as np
 import tyro
 from tqdm import tqdm
 
-from densegrpo_jax import __version__, flow, rewards
+from densegrpo_jax import __version__, flow, parallel, rewards
 from densegrpo_jax import config as configs
 from densegrpo_jax import policy as policies
 from densegrpo_jax import prompts as prompt_lists
@@ -92,6 +93,9 @@ def check(config: Config, options: Calibration) -> None:
       ValueError: naming the field, its value and what to do.
     """
     configs.check_fields(config)
+    most, devices = config.sampling.chunk, parallel.shares(config.parallel)
+    if most is not None and most % devices:
+        raise ValueError(f"sampling.chunk = {most}: {devices} devices do not share it evenly; choose a multiple of {devices}")
     if config.exploration.sampler not in psi.SAMPLERS:
         raise ValueError(f"exploration.sampler = {config.exploration.sampler!r}: psi belongs to {' and '.join(psi.SAMPLERS)}")
     for name, low in (("iterations", 0), ("average", 1), ("excess", 1.0), ("eps1", 0.0), ("eps2", 0.0), ("rest", 0.0), ("low", 0.0)):
@@ -122,7 +126,7 @@ def number(config: Config, options: Calibration) -> int:
 
 
 class Setting(NamedTuple):
-    """What trajectories are drawn from: config (of `widest`), policy, its trained weights or None, tables, prompts, scorers."""
+    """What trajectories are drawn from: config (of `widest`), policy, its trained weights or None, tables, prompts, scorers, mesh."""
 
     config: Config
     policy: Policy
@@ -130,6 +134,7 @@ class Setting(NamedTuple):
     tables: phases.Sampler
     prompts: prompt_lists.PromptSet
     scorers: dict[str, Reward]
+    mesh: jax.sharding.Mesh | None = None
 
 
 class Draw(NamedTuple):
@@ -153,25 +158,45 @@ def widest(config: Config, consistent: bool) -> Config:
 
 
 def setting(
-    config: Config, *, consistent: bool = True, extra_rewards: dict[str, Reward] | None = None, also: tuple[str, ...] = ()
+    config: Config,
+    *,
+    consistent: bool = True,
+    extra_rewards: dict[str, Reward] | None = None,
+    also: tuple[str, ...] = (),
+    mesh: jax.sharding.Mesh | None = None,
 ) -> Setting:
     """Loads model, prompts and rewards, as training does.
 
     Args:
       config: the run.
+      mesh: the ambient mesh, see `parallel.within`; None for one device.
       consistent: see `Calibration`.
       extra_rewards: rewards by name beside the built-in ones.
       also: further rewards that are scored along and do not count for "total".
     """
     config = widest(config, consistent)
-    policy = policies.load(config)
+    policy = policies.load(config, mesh)
     sigmas = policies.sigmas(config, policy, config.sampling.num_steps)
     tables = phases.sampler(config, sigmas, policies.shift(config, policy), step=0)
     prompts = prompt_lists.load(config.prompts.train)
     names, sources = dict.fromkeys((*reward_weights(config), *also)), reward_sources(config)
-    scorers = {n: (extra_rewards or {}).get(n) or rewards.load(sources.get(n, n), config.reward_server) for n in names}
-    trained = None if config.adapter.start is None else policy.start()
-    return Setting(config, policy, trained, tables, prompts, scorers)
+    with parallel.alone(mesh):
+        own, given = parallel.of_process(mesh), extra_rewards or {}
+        scorers = {n: given.get(n) or rewards.load(sources.get(n, n), config.reward_server, own) for n in names}
+    scorers = {n: parallel.apart(mesh, reward) for n, reward in scorers.items()}
+    trained = None if config.adapter.start is None else parallel.everywhere(mesh, policy.start())
+    return Setting(config, policy, trained, tables, prompts, scorers, mesh)
+
+
+def chunk(config: Config, count: int) -> int | None:
+    """How many of `count` trajectories are sampled at a time; None for all."""
+    most = config.sampling.chunk
+    return most if most and most < count else None
+
+
+def missing(s: Setting, count: int) -> int:
+    """How many trajectories make `count` a number that chunks and devices share evenly."""
+    return -count % (chunk(s.config, count) or (parallel.shares(s.config.parallel) if s.mesh else 1))
 
 
 def make_sample(config: Config, policy: Policy, tables: phases.Sampler) -> Callable:
@@ -186,27 +211,38 @@ def make_sample(config: Config, policy: Policy, tables: phases.Sampler) -> Calla
         noise = flow.step_noise(key, epoch, ids, config.sampling.num_steps, policy.shape)
         trajectory, clean = flow.rollout_and_complete(
             policy.velocity(params, trained, uncond), x, kernel, tables.sigmas, noise, tables.scheme, cond=cond,
-            chunk=config.sampling.chunk, tile=config.completion.tile, tail=config.completion.tail,
+            chunk=chunk(config, len(ids)), tile=config.completion.tile, tail=config.completion.tail,
         )  # fmt: skip
-        return trajectory, jnp.concatenate([clean, trajectory.latents[-1:]])
+        return parallel.by_rows((trajectory, jnp.concatenate([clean, trajectory.latents[-1:]])), axis=1)
 
     return sample
 
 
 def make_draw(s: Setting) -> Callable[[flow.Kernel, int, list[int], np.ndarray], Draw]:
-    """(kernel [T], epoch, members: indices of N prompts, ids [N]) -> Draw; (epoch, id) address the noise."""
-    sample, decode = make_sample(s.config, s.policy, s.tables), phases.make_decode(s.config, s.policy)
-    uncond = s.policy.encode([""]) if s.config.sampling.guidance_scale != 1.0 else None
+    """(kernel [T], epoch, members: indices of N prompts, ids [N]) -> Draw; (epoch, id) address the noise. N need not be a number that the
+    devices share evenly, nor a multiple of `sampling.chunk`: what is missing is filled up and left out again."""
+    devices = parallel.shares(s.config.parallel) if s.mesh else 1
+    sample, decode = make_sample(s.config, s.policy, s.tables), phases.make_decode(s.config, s.policy, devices)
+    uncond = parallel.everywhere(s.mesh, s.policy.encode([""])) if s.config.sampling.guidance_scale != 1.0 else None
     weights = reward_weights(s.config)
 
     def draw(kernel: flow.Kernel, epoch: int, members: list[int], ids: np.ndarray) -> Draw:
-        cond = s.policy.encode([s.prompts.texts[i] for i in members])
+        count = len(members)
+        extra = missing(s, count)
+        members, ids = [*members, *members[-1:] * extra], np.append(ids, np.repeat(ids[-1:], extra))
+        cond = parallel.over_rows(s.mesh, s.policy.encode([s.prompts.texts[i] for i in members]))
         table = jax.tree.map(lambda leaf: jnp.asarray(leaf, jnp.float32), kernel)
-        trajectory, clean = sample(s.policy.params, s.trained, cond, uncond, table, jnp.int32(epoch), jnp.asarray(ids))
+        over = parallel.over_rows(s.mesh, ids)
+        trajectory, clean = sample(s.policy.params, s.trained, cond, uncond, table, np.int32(epoch), over)
         scored = loop._score(s.policy, decode, s.scorers, s.prompts, members, clean)
         scored["total"] = rewards.weighted_sum({name: scored[name] for name in weights}, weights)
         by_level = {name: rewards_and_gains(found, s.tables, len(members)) for name, found in scored.items()}
-        return Draw(trajectory, clean, cond, *({name: pair[i] for name, pair in by_level.items()} for i in (0, 1)))
+        found = [{name: pair[i][:, :count] for name, pair in by_level.items()} for i in (0, 1)]
+        if extra:
+            clean, cond = clean[:, :count], jax.tree.map(lambda leaf: leaf[:count], cond)
+            parts = {name: getattr(trajectory, name)[:, :count] for name in trajectory._fields if name != "sigmas"}
+            trajectory = trajectory._replace(**parts)
+        return Draw(trajectory, clean, cond, *found)
 
     return draw
 
@@ -236,7 +272,16 @@ def calibrate(config: Config, options: Calibration, *, extra_rewards: dict[str, 
       ValueError: settings that cannot work, or a folder that holds the search of another run.
     """
     check(config, options)
-    s = setting(config, consistent=options.consistent, extra_rewards=extra_rewards)
+    with ExitStack() as opened:
+        if not parallel.primary():
+            opened.enter_context(redirect_stdout(None))  # of several processes the first one speaks
+        mesh = parallel.make(config.parallel)
+        opened.enter_context(parallel.within(mesh))
+        s = setting(config, consistent=options.consistent, extra_rewards=extra_rewards, mesh=mesh)
+        return _calibrate(config, options, s)
+
+
+def _calibrate(config: Config, options: Calibration, s: Setting) -> Path:
     loop._report_truncation(s.policy, list(s.prompts.texts))
     count = number(config, options)
     chance = calibration.chance_balanced(rule(options), count)
@@ -247,7 +292,7 @@ def calibrate(config: Config, options: Calibration, *, extra_rewards: dict[str, 
         )
     folder = config.run.workdir / "calibration"
     files.writable(folder, "run.workdir")
-    with lock.held(folder):
+    with lock.held(folder) if parallel.primary() else nullcontext():
         return _search(config, options, s, folder, count)
 
 
@@ -256,12 +301,14 @@ def _search(config: Config, options: Calibration, s: Setting, folder: Path, coun
     identity = _settle(folder, s, options)
     trace = folder / "trace.jsonl"
     records = metrics.rewind(trace, sys.maxsize)  # a torn last line is dropped
+    parallel.together("read")  # before the first process goes on with it
     scale = flow.flow_scale(s.tables.sigmas)
     unit = scale if options.mode == "printed" else np.ones_like(scale)  # of what moves: psi, or the multiplier
     low, high = options.low * unit, options.high * unit
     moving, stochastic = s.tables.trained, s.tables.kernel.std > 0.0
     draw = make_draw(s)
-    bar = tqdm(total=options.iterations, initial=len(records), disable=not metrics.is_terminal(), unit="iteration", dynamic_ncols=True)
+    shown = metrics.is_terminal() and parallel.primary()
+    bar = tqdm(total=options.iterations, initial=len(records), disable=not shown, unit="iteration", dynamic_ncols=True)
     while True:
         values = np.array([record["value"] for record in records]).reshape(len(records), len(scale))
         resting = calibration.settled(values, options.average, options.eps2, options.rest)
@@ -394,6 +441,8 @@ class Command:
 
 def main(command: Command) -> None:
     """Calibrates, and reports if asked to."""
+    if command.report and jax.process_count() > 1:
+        raise ValueError("--report draws in one process; calibrate first, then run it again as one process with --report")
     path = calibrate(command.config, command.calibration)
     found = psi.read(path)
     for i, (b, value, moved) in enumerate(zip(found.multiplier, found.psi, found.calibrated)):
@@ -402,5 +451,7 @@ def main(command: Command) -> None:
     if command.report:
         from densegrpo_jax.train import calibration_report
 
-        s = setting(command.config, consistent=command.calibration.consistent)
-        print(f"report: {calibration_report.write(s, path.parent, command.figure)}")
+        mesh = parallel.make(command.config.parallel)
+        with parallel.within(mesh):
+            s = setting(command.config, consistent=command.calibration.consistent, mesh=mesh)
+            print(f"report: {calibration_report.write(s, path.parent, command.figure)}")

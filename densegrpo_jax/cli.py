@@ -106,13 +106,14 @@ def _train(argv: list[str]) -> int:
 
 def _calibrate(argv: list[str]) -> int:
     """calibrate CONFIG [--report] [...]          find the noise level of each step before training: psi.json"""
-    from densegrpo_jax import calibrate, doctor
+    from densegrpo_jax import calibrate, doctor, parallel
 
     if not argv or argv[0] in ("-h", "--help"):
         print(f"densegrpo {_calibrate.__doc__}\n\nconfigs:\n{_list_configs()}\n\n`densegrpo calibrate CONFIG --help` explains every field.")
         return 0
     default = calibrate.Command(load_config(argv[0]))
     command = tyro.cli(calibrate.Command, default=default, args=argv[1:], prog=f"densegrpo calibrate {argv[0]}")
+    parallel.join(command.config.parallel)
     doctor.refuse(command.config, training=False)
     calibrate.main(command)
     return 0

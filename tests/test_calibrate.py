@@ -9,10 +9,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import NamedSharding, PartitionSpec
 
-from densegrpo_jax import calibrate, cli, flow
+from densegrpo_jax import calibrate, cli, flow, parallel
 from densegrpo_jax.calibrate import Calibration, Figure
+from densegrpo_jax.config import Parallel
 from densegrpo_jax.flow import calibration
 from densegrpo_jax.scenes import toy
 from densegrpo_jax.train import calibration_report, loop, metrics, phases, psi
@@ -33,6 +33,7 @@ def config(workdir, **sections):
         "sampling": {"num_steps": T, "grid": "sd3"},
         "optimizer": {"updates": 1, "micro_batch": 24},
         "evaluation": {"every": 0},
+        "parallel": {"devices": 1},
         "run": {"steps": 1, "workdir": workdir, "report_every": 0},
     }
     base = cli.load_config("toy")
@@ -172,20 +173,32 @@ def test_every_level_that_training_may_reach_is_calibrated(tmp_path, window, exp
         assert (tables.trained == plain.trained).all() and ((tables.kernel.std > 0) == (plain.kernel.std > 0)).all()
 
 
+@pytest.mark.mesh
 def test_the_result_does_not_depend_on_chunks_or_devices(tmp_path, calibrated):
     chunked = config(tmp_path, sampling={"num_steps": T, "grid": "sd3", "chunk": 8, "decode_chunk": 5})
     path = calibrate.calibrate(chunked, Calibration(iterations=6, trajectories=32, average=2))
     assert json.loads(path.read_text()) == json.loads(calibrated.read_text())
 
-    s = calibrate.setting(config(tmp_path))
-    sample = calibrate.make_sample(s.config, s.policy, s.tables)
-    ids, cond = jnp.arange(32), s.policy.encode([toy.PROMPTS[i % 9] for i in range(32)])
-    kernel = jax.tree.map(jnp.float32, s.tables.kernel)
-    across = NamedSharding(jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,)), PartitionSpec("data"))
-    one = sample(s.policy.params, None, cond, None, kernel, 0, ids)
-    eight = sample(s.policy.params, None, jax.device_put(cond, across), None, kernel, 0, jax.device_put(ids, across))
-    np.testing.assert_array_equal(one[0].noise, eight[0].noise)
-    np.testing.assert_allclose(one[1], eight[1], atol=2e-5)
+    found = []
+    for settings in (Parallel(devices=1), Parallel(fsdp=2)):
+        changed = dataclasses.replace(config(tmp_path), parallel=settings)
+        mesh = parallel.make(settings)
+        with parallel.within(mesh):
+            s = calibrate.setting(changed, mesh=mesh)
+            found.append(calibrate.make_draw(s)(s.tables.kernel, 0, [i % 9 for i in range(30)], np.arange(30)))
+    one, eight = found  # which share 30 trajectories as if they were 32
+    np.testing.assert_array_equal(one.trajectory.noise, eight.trajectory.noise)
+    np.testing.assert_allclose(one.clean, eight.clean, atol=2e-5)
+    for name, gains in one.gains.items():
+        assert gains.shape == eight.gains[name].shape == (T, 30)
+        np.testing.assert_allclose(gains, eight.gains[name], atol=2e-4)
+
+
+@pytest.mark.mesh
+def test_devices_and_chunks_that_do_not_fit_are_refused(tmp_path):
+    uneven = dataclasses.replace(config(tmp_path, sampling={"chunk": 4}), parallel=Parallel())
+    with pytest.raises(ValueError, match=r"sampling.chunk = 4: 8 devices do not share it evenly; choose a multiple of 8"):
+        calibrate.calibrate(uneven, Calibration(iterations=1, trajectories=30))
 
 
 def test_gains_are_those_of_training(tmp_path):
@@ -405,7 +418,7 @@ def test_the_report_measures_once_and_is_one_file(tmp_path, calibrated, monkeypa
         (["toy", "--calibration.decided", "2"], "a share is between 0 and 1"),
         (["toy", "--calibration.low", "2"], "low must be smaller"),
         (["toy", "--rewards", "nothing"], "unknown reward 'nothing'"),
-        (["toy", "--sampling.chunk", "7"], "does not divide"),
+        (["toy", "--sampling.chunk", "0"], "sampling.chunk = 0: must be from 1"),
     ],
 )
 def test_bad_input_is_one_line_and_exit_code_two(tmp_path, capsys, arguments, reason):

@@ -20,7 +20,7 @@ import tyro
 from PIL import Image
 from tqdm import tqdm
 
-from densegrpo_jax import __version__, flow, pipeline, rewards
+from densegrpo_jax import __version__, flow, parallel, pipeline, rewards
 from densegrpo_jax import config as configs
 from densegrpo_jax import policy as policies
 from densegrpo_jax import prompts as prompt_lists
@@ -91,6 +91,10 @@ class Evaluate:
     """Weights to read, "fp16" or "bf16"; by default the run's, else the unnamed ones."""
     batch_size: int = 8
     """Images sampled at once; a part of what makes images the same to the bit."""
+    devices: int = 1
+    """Devices that share the images of a batch evenly; a part of what makes images the same to the bit, too."""
+    fsdp: int = 1
+    """Devices that share the weights, for what does not fit one."""
     shown: int = 48
     """Pairs of images in the page of --compare, evenly spread over the evaluation."""
 
@@ -105,6 +109,8 @@ class Evaluate:
             "guidance": (1.0, 1000.0),
             "max_sequence_length": (1, pipeline.MAX_T5_LENGTH),
             "batch_size": (1, 10_000),
+            "devices": (1, 10**6),
+            "fsdp": (1, 10**6),
             "shown": (0, 10_000),
         }
         for field, (low, high) in ranges.items():
@@ -112,6 +118,8 @@ class Evaluate:
                 raise ValueError(f"{field} = {getattr(self, field)}: must be from {low} to {high}")
         if sum(given is not None for given in (self.model, self.compare, self.repeat)) != 1:
             raise ValueError("give one of: what to evaluate, --compare A B, or --repeat EVALUATION")
+        if self.batch_size % self.devices:
+            raise ValueError(f"batch_size = {self.batch_size}: {self.devices} devices do not share it evenly; choose a multiple of that")
         if self.out is None and self.compare is None:
             raise ValueError("out: name the folder to write")
 
@@ -154,7 +162,8 @@ def main(
         path, numbers = compare(*args.compare, out=args.out, shown=args.shown)
         print("\n".join([*text_lines(numbers["difference"]), f"images: {path}"]))
         return path
-    return evaluate(args, task, extra_rewards or {}, expected)
+    with parallel.within(parallel.make(configs.Parallel(devices=args.devices, fsdp=args.fsdp))):
+        return evaluate(args, task, extra_rewards or {}, expected)
 
 
 def repeated(args: Evaluate) -> tuple[Evaluate, dict]:
@@ -185,11 +194,12 @@ def evaluate(args: Evaluate, task: Config | None, extra_rewards: dict[str, Rewar
     sources = _by_name(config.rewards)
     for source in (source for name, source in sources.items() if name not in extra_rewards):
         rewards.check_name(source)
-    policy = policies.load(config)
+    mesh = parallel.make(config.parallel)
+    policy = policies.load(config, mesh)
     sigmas = policies.sigmas(config, policy, args.steps)
     for line in policy.truncated([*prompts.texts]):
         print(f"warning: {line}")
-    scorers = {name: extra_rewards.get(name) or rewards.load(source, config.reward_server) for name, source in sources.items()}
+    scorers = {name: extra_rewards.get(name) or rewards.load(source, config.reward_server, mesh) for name, source in sources.items()}
 
     # ------------------------------------------------------------------------------------------------- new, or to be continued
     manifest = _manifest(args, subject, policy, prompts, sources, sigmas)
@@ -203,7 +213,8 @@ def evaluate(args: Evaluate, task: Config | None, extra_rewards: dict[str, Rewar
 
     # --------------------------------------------------------------------------------------------------------- sample and score
     bar = tqdm(total=len(items), initial=sum(map(len, batches[:done])), disable=not metrics.is_terminal(), unit="image")
-    for batch, images, finite in _drawn(args, config, policy, subject.trained, sigmas, prompts, batches[done:]):
+    trained = (parallel.everywhere if config.adapter.rank else parallel.shared)(mesh, subject.trained)
+    for batch, images, finite in _drawn(args, config, policy, mesh, trained, sigmas, prompts, batches[done:]):
         files = [f"images/{prompt:06d}_{image:03d}.png" for prompt, image in batch]
         for file, pixels in zip(files, images):
             Image.fromarray(pixels).save(out / file)
@@ -330,6 +341,7 @@ def _with_settings(args: Evaluate, known: Config, evaluation: str, scorers: tupl
         exploration=configs.Exploration(sampler="cps"),  # no noise is added; of the samplers this one fits every model
         adapter=dataclasses.replace(known.adapter, start=None),
         optimizer=configs.Optimizer(remat=False),
+        parallel=configs.Parallel(devices=args.devices, fsdp=args.fsdp),
     )
 
 
@@ -351,7 +363,7 @@ def make_draw(config: Config, policy: Policy, sigmas: np.ndarray, adapter_steps:
     None) what was trained.
     """
     split = len(sigmas) - 1 if adapter_steps is None else adapter_steps
-    decode = phases.make_decode(config, policy)
+    decode = phases.make_decode(config, policy, config.parallel.devices)
 
     @jax.jit
     def sample(params, trained, cond, uncond, x):
@@ -370,18 +382,18 @@ def noise_of(key: jax.Array, prompt: jax.Array, image: jax.Array, shape: tuple[i
     return jax.vmap(lambda p, n: flow.initial_noise(key, n, p[None], shape)[0])(prompt, image)
 
 
-def _drawn(args: Evaluate, config: Config, policy: Policy, trained, sigmas, prompts: PromptSet, batches) -> Iterator[tuple]:
+def _drawn(args: Evaluate, config: Config, policy: Policy, mesh, trained, sigmas, prompts: PromptSet, batches) -> Iterator[tuple]:
     """(batch, images [b, H, W, 3], finite [b]) of each; a batch is sampled while the caller scores the one before."""
     draw = make_draw(config, policy, sigmas, args.adapter_steps)
     # Prompts are encoded one by one: next to others, which depend on what is cached, the last digits may differ.
-    uncond = policy.encode([""]) if config.sampling.guidance_scale != 1.0 else None
+    uncond = parallel.everywhere(mesh, policy.encode([""])) if config.sampling.guidance_scale != 1.0 else None
     ahead = None
     for batch in batches:
         rows = [batch[min(i, len(batch) - 1)] for i in range(args.batch_size)]  # the last batch is filled up, and cut below
         parts = [policy.encode([prompts.texts[prompt]]) for prompt, _ in rows]
         cond = jax.tree.map(lambda *leaves: jnp.concatenate(leaves), *parts)
         noise = noise_of(jax.random.key(args.seed), *(jnp.asarray(column) for column in zip(*rows)), policy.shape)
-        drawn = draw(policy.params, trained, cond, uncond, noise)
+        drawn = draw(policy.params, trained, parallel.over_rows(mesh, cond), uncond, parallel.over_rows(mesh, noise))
         if ahead:
             yield _fetch(*ahead)
         ahead = batch, drawn
@@ -409,6 +421,7 @@ def _manifest(args: Evaluate, subject: Subject, policy: Policy, prompts: PromptS
     else:
         model["sha256"] = hash_files(pipeline.find_folder(policies.folder(model["path"]), model["variant"]), model["variant"])
     given = dataclasses.asdict(args) | {"rewards": list(config.rewards), "prompts": config.prompts.evaluation}
+    several = {"devices": args.devices, "fsdp": args.fsdp} if args.devices > 1 else {}
     manifest = {
         "arguments": {name: value for name, value in given.items() if name not in ("out", "compare", "repeat", "shown")},
         "model": model,
@@ -424,6 +437,7 @@ def _manifest(args: Evaluate, subject: Subject, policy: Policy, prompts: PromptS
             "latent": list(policy.shape),
             "batch_size": args.batch_size,
             "decode_chunk": config.sampling.decode_chunk,
+            **several,
         },
         "versions": {"densegrpo_jax": __version__, "python": platform.python_version(), **versions()},
         "devices": [device.device_kind for device in jax.devices()[:1]],

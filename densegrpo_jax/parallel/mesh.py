@@ -1,5 +1,7 @@
 """The mesh: the devices of all processes, with axes "data", "fsdp" and "tensor"."""
 
+from contextlib import AbstractContextManager, nullcontext
+
 import jax
 
 from densegrpo_jax.config import Parallel
@@ -54,6 +56,11 @@ def make(parallel: Parallel) -> jax.sharding.Mesh | None:
     """
     devices = count(parallel)
     return None if devices == 1 else arranged(available()[:devices], parallel.fsdp, parallel.tensor)
+
+
+def within(mesh: jax.sharding.Mesh | None) -> AbstractContextManager:
+    """Within it, programs run on the mesh; on the default device where there is none."""
+    return jax.set_mesh(mesh) if mesh else nullcontext()
 
 
 def arranged(devices: list[jax.Device], fsdp: int = 1, tensor: int = 1) -> jax.sharding.Mesh:

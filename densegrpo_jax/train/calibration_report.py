@@ -13,9 +13,9 @@ import jax.numpy as jnp
 import numpy as np
 from scipy import stats
 
-from densegrpo_jax import credit, flow, rewards
+from densegrpo_jax import credit, flow, parallel, rewards
 from densegrpo_jax import policy as policies
-from densegrpo_jax.calibrate import Figure, Setting, make_draw, rewards_and_gains
+from densegrpo_jax.calibrate import Figure, Setting, chunk, make_draw, missing, rewards_and_gains
 from densegrpo_jax.config import Completion, batch_size, reward_weights
 from densegrpo_jax.flow import calibration
 from densegrpo_jax.train import files, loop, metrics, phases, psi, report
@@ -126,16 +126,17 @@ def accuracy(s: Setting, draw: Callable, kernel: flow.Kernel, prompts: np.ndarra
       For each estimator: "evaluations" (of the network, mean over the steps completed), "rank" and "difference" [T] against the
       reference, and "rank_end", "difference_end" against the reward of the trajectory's own end.
     """
-    of = np.repeat(prompts, members).tolist()
+    of, count = np.repeat(prompts, members).tolist(), len(prompts) * members
+    of += of[-1:] * missing(s, count)  # cut below
     drawn = draw(kernel, ACCURACY_EPOCH, of, np.arange(len(of)))
     schemes = estimators(s)
-    decode = phases.make_decode(s.config, s.policy)
+    decode = phases.make_decode(s.config, s.policy, parallel.shares(s.config.parallel) if s.mesh else 1)
     uncond = s.policy.encode([""]) if s.config.sampling.guidance_scale != 1.0 else None
 
     @jax.jit
     def complete(params, trained, cond, uncond, latents, velocities):
         velocity, every = s.policy.velocity(params, trained, uncond), tuple(b for scheme in schemes.values() for b in scheme)
-        return calibration.complete_from(velocity, latents, velocities, every, cond=cond, chunk=s.config.sampling.chunk)
+        return calibration.complete_from(velocity, latents, velocities, every, cond=cond, chunk=chunk(s.config, len(of)))
 
     clean = complete(s.policy.params, s.trained, drawn.cond, uncond, drawn.trajectory.latents, drawn.trajectory.velocity)
     weights, found = reward_weights(s.config), {}
@@ -144,7 +145,7 @@ def accuracy(s: Setting, draw: Callable, kernel: flow.Kernel, prompts: np.ndarra
         rows = clean[i * len(plain.levels) : (i + 1) * len(plain.levels)]
         images = jnp.concatenate([rows, drawn.trajectory.latents[-1:]])
         scored = loop._score(s.policy, decode, {n: s.scorers[n] for n in weights}, s.prompts, of, images)
-        found[name] = rewards_and_gains(rewards.weighted_sum(scored, weights), plain, len(of))[0]
+        found[name] = rewards_and_gains(rewards.weighted_sum(scored, weights), plain, len(of))[0][:, :count]
     end = np.broadcast_to(found[REFERENCE][-1], found[REFERENCE][:-1].shape)
     result = {}
     for name, value in found.items():

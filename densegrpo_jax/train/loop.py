@@ -8,7 +8,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext, redirect_stdout
+from contextlib import ExitStack, contextmanager, redirect_stdout
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
@@ -75,7 +75,7 @@ def _run(
         with lock.held(config.run.workdir):
             pass
     mesh, devices = parallel.make(config.parallel), parallel.shares(config.parallel)
-    opened.enter_context(jax.set_mesh(mesh) if mesh else nullcontext())
+    opened.enter_context(parallel.within(mesh))
     policy = policies.load(config, mesh)
     sigmas = policies.sigmas(config, policy, config.sampling.num_steps)
     shift = policies.shift(config, policy)

@@ -99,6 +99,17 @@ def test_manifest_repeats_the_evaluation_to_the_bit(base, tmp_path):
     assert not (tmp_path / "third").exists()
 
 
+@pytest.mark.mesh
+def test_devices_share_the_images_of_a_batch(base, tmp_path):
+    shared = run(tmp_path / "shared", devices=4, fsdp=2)
+    for a, b in zip(metrics.read(base / "items.jsonl"), metrics.read(shared / "items.jsonl"), strict=True):
+        assert a["file"] == b["file"] and a["scores"]["toy_spot"] == pytest.approx(b["scores"]["toy_spot"], abs=1e-2)  # a step of a pixel
+    with pytest.raises(ValueError, match="devices: None -> 4"):
+        run(base, devices=4)
+    with pytest.raises(ValueError, match="batch_size = 4: 3 devices do not share it evenly"):
+        run(tmp_path / "uneven", devices=3)
+
+
 def test_killed_and_continued_is_the_same_to_the_bit(base, tmp_path):
     class Killed(Exception):
         pass
