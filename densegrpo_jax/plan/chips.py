@@ -6,6 +6,7 @@ of NVIDIA's data sheets (SXM, dense). The usable memory of a TPU is what its com
 """
 
 import math
+import re
 from typing import NamedTuple
 
 GIB = 2**30
@@ -52,6 +53,18 @@ CHIPS = {
         Chip("h200", "gpu", 0.92 * 141e9, 9.89e14, 4.94e14, 4.8e12, 4.5e11, 5e10, 8, 1),
     )
 }
+
+
+KINDS = (
+    (r"TPU v4$", "v4"), (r"TPU v5 ?(lite|e)", "v5e"), (r"TPU v5p?$", "v5p"), (r"TPU v6 ?(lite|e)", "v6e"),
+    (r"A100.*40GB", "a100-40"), (r"A100.*80GB", "a100-80"), (r"H100.*HBM3", "h100"), (r"H200", "h200"),
+)  # fmt: skip
+"""What JAX calls devices (`device_kind`); an H100 without HBM3 is the slower one for PCIe."""
+
+
+def of_device(kind: str) -> Chip | None:
+    """The chip of a device by JAX's name for it; None for others."""
+    return next((CHIPS[name] for pattern, name in KINDS if re.search(pattern, kind)), None)
 
 
 class Topology(NamedTuple):

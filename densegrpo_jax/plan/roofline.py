@@ -7,7 +7,7 @@ are replicated, and their gradients summed over all chips after every micro-batc
 
 from typing import NamedTuple
 
-from densegrpo_jax.plan.chips import Topology
+from densegrpo_jax.plan.chips import CHIPS, Topology
 from densegrpo_jax.plan.flops import Pass
 from densegrpo_jax.plan.recipe import Recipe
 from densegrpo_jax.train.phases import recomputes
@@ -71,6 +71,12 @@ class Phase(NamedTuple):
     seconds: float
     limit: str
     mfu: float
+
+
+def useful(recipe: Recipe) -> float:
+    """FLOPs of a training step that are of use, of all chips together and without evaluation; whatever the chips and settings."""
+    settings, anywhere = Settings(1, recipe.trajectories, 1, recipe.images, False, "xla"), Topology(CHIPS["h100"], 1, "1")
+    return sum(phase.useful for phase in phases(recipe, settings, anywhere) if phase.name != "evaluation")
 
 
 def phases(recipe: Recipe, settings: Settings, topology: Topology) -> list[Phase]:

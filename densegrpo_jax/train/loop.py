@@ -30,7 +30,7 @@ from densegrpo_jax.policy import Policy
 from densegrpo_jax.prompts import PromptSet
 from densegrpo_jax.rewards import Reward, Scores
 from densegrpo_jax.rewards.health import alarms, complaints, step_health
-from densegrpo_jax.train import cache, checkpoint, files, health, lock, metrics, phases, profile, psi, report
+from densegrpo_jax.train import cache, checkpoint, files, health, lock, metrics, phases, profile, psi, report, speed
 from densegrpo_jax.train import state as states
 
 SHOWN = 12  # held-out prompts whose first image is kept at each evaluation, for the report
@@ -127,6 +127,7 @@ def _run(
         measured = evaluate(_averaged(config, state) if done else None, done, measured)
     checkpoint.retain(config)  # a kill may have come between an evaluation and this
     _stop_if_sick(config, history, measured)  # as a kill may have come between the verdict and its report
+    work = speed.work(config, tables, parallel.count(config.parallel))
     complained: set[tuple[str, str]] = set()  # what is wrong with which reward
     recent: list[float] = []  # seconds of the last steps
     shown = {"disable": not (metrics.is_terminal() and parallel.primary()), "unit": "step", "dynamic_ncols": True}
@@ -135,7 +136,7 @@ def _run(
     # ------------------------------------------------------------------------------------------------------------- the loop
     for step in range(start, config.run.steps):
         trace(step)
-        began = time.perf_counter()
+        began, compiled = time.perf_counter(), speed.compiled()
         tables = phases.sampler(config, sigmas, shift, step)
         chosen = prompt_lists.of_step(len(train_prompts.texts), config.prompts.per_step, config.run.seed, step)
         cond = parallel.everywhere(mesh, policy.encode([train_prompts.texts[i] for i in chosen]))
@@ -183,6 +184,7 @@ def _run(
         record = _record(config, step, tables, total, scored, levels, result, groups, updates, order, began)
         sampling = rewarded - began
         record["phase_seconds"] = {"sampling_and_scoring": sampling, "updates": record["seconds"] - sampling}
+        record["speed"] = speed.speed(work, record["seconds"], speed.compiled() - compiled)
         record["recomputed"] = drift is not None
         record["log_prob_drift"] = record["log_ratio_before"] if drift is None else step_metrics(drift, tables.trained)
         record["images"], finite = _image_statistics(clean[-1], pixels)

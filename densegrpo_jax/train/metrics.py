@@ -154,6 +154,8 @@ def line(record: dict, total: int, left: float | None = None) -> str:
     if "gains" in record:
         parts.append(f"gains + {bars(record['gains']['positive'])}")
     parts += [f"clip {record['clip']:.1%}", f"{record['images_per_second']:.0f} images/s"]
+    if (share := record.get("speed", {}).get("mfu")) is not None:
+        parts.append(f"MFU {share:.0%}")
     for sign, count in record.get("gains", {}).get("quiet", {}).items():
         levels = np.flatnonzero(np.asarray(count) >= MANY).tolist()
         if levels:

@@ -113,6 +113,9 @@ def _head(steps, pair, config, manifest) -> str:
         cards.append((f"{np.nanmean(np.array(pair[1]['total'], float)):.4f}", "held-out reward now"))
     if steps:
         cards.append((f"{np.median([s['seconds'] for s in steps]):.2f} s", "per training step (median)"))
+        shares = [s["speed"]["mfu"] for s in steps if s.get("speed", {}).get("mfu")]
+        if shares:
+            cards.append((f"{np.median(shares):.0%}", "MFU, useful FLOPs over what the devices can do (median)"))
         cards.append((f"{manifest['evaluations_per_trajectory']}", "network evaluations per trajectory"))
     shown = "".join(f"<div class=card><b>{value}</b><span>{html.escape(name)}</span></div>" for value, name in cards)
     method = html.escape(f"{config['credit']['method']} on {manifest['model']}, rewards {', '.join(config['rewards'])}")

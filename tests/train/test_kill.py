@@ -20,7 +20,7 @@ SMALL = (
     "--evaluation.every 3 --evaluation.num-steps 4 --evaluation.images-per-prompt 1 --run.save-every 2 --run.report-every 2 --run.keep 2 "
     "--evaluation.collapse-reward 0"  # the toy learns nothing at these sizes
 )
-CLOCK = ("seconds", "phase_seconds", "images_per_second", "reward_health", "reward_wait")
+CLOCK = ("seconds", "phase_seconds", "images_per_second", "reward_health", "reward_wait", "speed")
 WATCHED = {  # what is seen to change just before a moment of interest
     "metrics.jsonl": "after an update",
     "checkpoints": "while a checkpoint is written or moved",

@@ -21,7 +21,7 @@ SMALL = {
     "evaluation": {"every": 2, "num_steps": 4, "images_per_prompt": 1},
     "run": {"steps": 3, "save_every": 1, "report_every": 0, "compilation_cache": False},
 }
-CLOCK = ("seconds", "phase_seconds", "images_per_second", "reward_health", "reward_wait")
+CLOCK = ("seconds", "phase_seconds", "images_per_second", "reward_health", "reward_wait", "speed")
 
 
 def config(workdir, settings: Parallel, name="toy", **sections):

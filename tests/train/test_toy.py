@@ -34,7 +34,11 @@ def steps(workdir):
 
 
 def without_clock(record):
-    return {k: v for k, v in record.items() if k not in ("seconds", "phase_seconds", "images_per_second", "reward_health", "reward_wait")}
+    return {
+        k: v
+        for k, v in record.items()
+        if k not in ("seconds", "phase_seconds", "images_per_second", "reward_health", "reward_wait", "speed")
+    }
 
 
 def test_reward_rises_steeply(tmp_path):

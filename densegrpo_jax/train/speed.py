@@ -1,0 +1,84 @@
+"""How fast a training step ran: images, evaluations of the network and useful FLOPs of each device and second, memory, and compilation."""
+
+from typing import NamedTuple
+
+import jax
+
+from densegrpo_jax import pipeline
+from densegrpo_jax import policy as policies
+from densegrpo_jax.config import Config, batch_size
+from densegrpo_jax.flow import cost
+from densegrpo_jax.plan import chips, roofline
+from densegrpo_jax.plan import recipe as recipes
+from densegrpo_jax.train.phases import Sampler
+from densegrpo_jax_configs.variants import change
+
+_compiled = {"seconds": 0.0}  # since the process began; jax takes listeners and gives none back
+
+
+def _listen(event: str, seconds: float, **_) -> None:
+    if event == "/jax/core/compile/backend_compile_duration":
+        _compiled["seconds"] += seconds
+
+
+jax.monitoring.register_event_duration_secs_listener(_listen)
+
+
+class Work(NamedTuple):
+    """What every training step does, on all devices together.
+
+    Attributes:
+      images: decoded and scored.
+      evaluations: of the network, in sampling and completing; guided ones count once.
+      flops: useful ones, see `plan.roofline`; None for the toy.
+      peak: FLOP/s that the devices can do in the config's dtype; None where it is not known (`plan.chips`).
+      devices: that take part.
+    """
+
+    images: int
+    evaluations: int
+    flops: float | None
+    peak: float | None
+    devices: int
+
+
+def work(config: Config, tables: Sampler, devices: int) -> Work:
+    """The work of a training step.
+
+    Args:
+      config: the run; its model is on this machine.
+      tables: of any training step.
+      devices: of the run.
+    """
+    c, batch = config.completion, batch_size(config)
+    price = cost(config.sampling.num_steps, tables.scheme, tile=c.tile, tail=c.tail)
+    flops = None
+    if config.model.path != "toy":
+        folder = pipeline.find_folder(policies.folder(config.model.path), config.model.variant)
+        flops = roofline.useful(recipes.read(change(config, model={"path": str(folder)})))
+    chip, half = chips.of_device(jax.devices()[0].device_kind), config.model.dtype == "bfloat16"
+    peak = devices * (chip.peak if half else chip.peak_float32) if chip else None
+    return Work(batch * (len(tables.scheme) + 1), batch * price.evaluations, flops, peak, devices)
+
+
+def compiled() -> float:
+    """Seconds that this process has spent compiling."""
+    return _compiled["seconds"]
+
+
+def speed(done: Work, seconds: float, compiling: float) -> dict[str, float | None]:
+    """Metrics of a step that took `seconds`, of which it compiled for `compiling`; None where a number is not known.
+
+    "images", "evaluations" and "tflops" are per device and second; "mfu" is the useful FLOPs over those that the devices can do;
+    "peak_gib" is the most memory that a device of this process has held so far.
+    """
+    each = done.devices * seconds
+    stats = jax.local_devices()[0].memory_stats() or {}
+    return {
+        "images": done.images / each,
+        "evaluations": done.evaluations / each,
+        "tflops": done.flops and done.flops / each / 1e12,
+        "mfu": done.flops and done.peak and done.flops / seconds / done.peak,
+        "peak_gib": stats["peak_bytes_in_use"] / chips.GIB if "peak_bytes_in_use" in stats else None,
+        "compile_seconds": compiling,
+    }
