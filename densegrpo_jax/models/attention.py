@@ -16,6 +16,19 @@ SPLASH_MIN_TOKENS = 2048  # below this, XLA's attention fits in memory and is as
 IMPLEMENTATIONS = ("auto", "xla", "cudnn", "splash")
 
 
+def by_batch(x: jax.Array) -> jax.Array:
+    """Keeps x [B, ...] spread along B over the ambient mesh; its other axes lie as the compiler likes.
+
+    For products with weights that are shared over the batch's own axes: without it the compiler may gather the activations, which are
+    many times larger, and leave the weights where they are.
+    """
+    mesh = jax.sharding.get_abstract_mesh()
+    axes = tuple(name for name in BATCH_AXES if name in mesh.axis_names)
+    if not axes:
+        return x
+    return jax.lax.with_sharding_constraint(x, jax.P(axes, *[jax.P.UNCONSTRAINED] * (x.ndim - 1)))
+
+
 def attention(
     q: jax.Array,
     k: jax.Array,

@@ -30,6 +30,7 @@ from densegrpo_jax.models.mmdit import (
     add_blocks,
     add_ends,
     add_joint_blocks,
+    along_batch,
     condition,
     gated,
     modulate,
@@ -124,8 +125,8 @@ class SingleBlock(nn.Module):
         shift, scale, gate = Modulation(3, self.lora_scale, name="norm")(c)
         y = modulate(normalize(x, EPS), shift, scale, self.dtype)
         attend = Attention(self.heads, True, self.dtype, self.impl, self.lora_scale, projected=False, name="attn")
-        wide = jax.nn.gelu(dense(4 * D, name="proj_mlp")(y), approximate=True)
-        out = dense(D, name="proj_out")(jnp.concatenate([attend(y, rotary=rotary)[0], wide], axis=-1))
+        wide = jax.nn.gelu(along_batch(dense(4 * D, name="proj_mlp"), y), approximate=True)
+        out = along_batch(dense(D, name="proj_out"), jnp.concatenate([attend(y, rotary=rotary)[0], wide], axis=-1))
         return gated(x, gate, out), None
 
 

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 from jax.lax import Precision
 
-from densegrpo_jax.models.attention import attention
+from densegrpo_jax.models.attention import attention, by_batch
 from densegrpo_jax.models.layers import Dense, MLPEmbedding, RMSNorm, normalize, rotate, timestep_embedding
 from densegrpo_jax.models.source import Source
 
@@ -34,6 +34,11 @@ def modulate(y: jax.Array, shift: jax.Array, scale: jax.Array, dtype: jnp.dtype)
 def gated(x: jax.Array, gate: jax.Array, update: jax.Array) -> jax.Array:
     """x [B, N, D] plus an update let in by a float32 gate [B, 1, D], in the type of x."""
     return (x + gate * update).astype(x.dtype)
+
+
+def along_batch(layer: nn.Module, x: jax.Array) -> jax.Array:
+    """A linear layer on tokens x [B, N, D], of which each device takes whole rows; so does its derivative. See `by_batch`."""
+    return by_batch(layer(by_batch(x)))
 
 
 class Modulation(nn.Module):
@@ -81,7 +86,7 @@ class Attention(nn.Module):
         dense = partial(Dense, D, dtype=self.dtype, lora_scale=self.lora_scale)
 
         def heads(name, tokens, norm=None, rotary=None):
-            y = dense(name=name)(tokens).reshape(B, -1, self.heads, D // self.heads)
+            y = along_batch(dense(name=name), tokens).reshape(B, -1, self.heads, D // self.heads)
             y = RMSNorm(EPS, self.dtype, name=norm)(y) if norm and self.qk_norm else y
             return y if rotary is None else rotate(y, *rotary)
 
@@ -95,7 +100,8 @@ class Attention(nn.Module):
         if not self.projected:
             return out, None
         has_text = context is not None and not self.text_ends
-        return dense(name="to_out_0")(out[:, :N]), dense(name="to_add_out")(out[:, N:]) if has_text else None
+        own = along_batch(dense(name="to_out_0"), out[:, :N])
+        return own, along_batch(dense(name="to_add_out"), out[:, N:]) if has_text else None
 
 
 class FeedForward(nn.Module):
@@ -109,7 +115,8 @@ class FeedForward(nn.Module):
         """Maps x [B, N, D] to the same shape."""
         D = x.shape[-1]
         dense = partial(Dense, dtype=self.dtype, lora_scale=self.lora_scale)
-        return dense(D, name="net_2")(jax.nn.gelu(dense(4 * D, name="net_0_proj")(x), approximate=True))
+        hidden = along_batch(dense(4 * D, name="net_0_proj"), x)
+        return along_batch(dense(D, name="net_2"), jax.nn.gelu(hidden, approximate=True))
 
 
 class JointBlock(nn.Module):

@@ -6,6 +6,7 @@ the number of layers hardly matters, as layers are scanned. GPUs have no such co
 
 import dataclasses
 import importlib.util
+import math
 import os
 import re
 import time
@@ -14,7 +15,6 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from densegrpo_jax import flow, parallel
 from densegrpo_jax.config import Config, batch_size
@@ -28,6 +28,7 @@ from densegrpo_jax_configs.variants import change
 
 PROGRAMS = ("sample", "decode", "recompute", "update")
 KINDS = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "collective-permute")
+CALLS = ("calls", "to_apply", "condition", "body", "branch_computations", "called_computations")
 BYTES = {"pred": 1, "s8": 1, "u8": 1, "s16": 2, "u16": 2, "bf16": 2, "f16": 2, "s32": 4, "u32": 4, "f32": 4, "s64": 8, "u64": 8, "f64": 8}
 
 
@@ -37,7 +38,7 @@ class Compiled(NamedTuple):
     Attributes:
       name: one of PROGRAMS.
       argument, temporary, output, peak: bytes; arguments and outputs lie in the memory too.
-      collectives: kind -> number of them in the program, and bytes of their results. What is inside a loop counts once.
+      collectives: kind -> how often they run, and bytes of their results.
       seconds: that compiling took.
     """
 
@@ -178,11 +179,65 @@ def _settled(recipe: Recipe, settings: Settings) -> tuple[Config, Any]:
 
 
 def collectives(program: str) -> dict[str, tuple[int, int]]:
-    """Collectives in the text of a compiled program: kind -> number and bytes of results."""
-    found: dict[str, tuple[int, int]] = {}
-    for result, kind in re.findall(rf"= (\(?[^=]*?) ({'|'.join(KINDS)})(?:-start)?\(", program):
-        number, size = found.get(kind, (0, 0))
-        arrays = re.findall(r"\b([a-z]+\d*)\[([\d,]*)\]", result)
-        size += sum(BYTES.get(dtype, 4) * int(np.prod([int(n) for n in sides.split(",") if n] or [1])) for dtype, sides in arrays)
-        found[kind] = number + 1, size
-    return found
+    """Collectives in the text of a compiled program: kind -> how often they run, and bytes of their results, loops counted through.
+
+    Raises:
+      ValueError: a loop whose number of rounds the text does not say.
+    """
+    bodies = _computations(program)
+    runs = _runs(bodies)
+    seen: dict[str, tuple[str, int, int]] = {}  # by channel, as the start and the end of one may both be written with it
+    for name, lines in bodies.items():
+        for i, line in enumerate(lines):
+            if found := re.search(rf"= (\(?[^=]*?) ({'|'.join(KINDS)})(?:-start)?\(", line):
+                arrays = re.findall(r"\b([a-z]+\d*)\[([\d,]*)\]", found[1])
+                size = sum(BYTES.get(dtype, 4) * math.prod(int(n) for n in sides.split(",") if n) for dtype, sides in arrays)
+                channel = re.search(r"channel_id=(\d+)", line)
+                key = channel[1] if channel else f"{name} {i}"
+                seen[key] = max(seen.get(key, ("", 0, 0)), (found[2], runs[name], size), key=lambda one: one[1])
+    result: dict[str, tuple[int, int]] = {}
+    for kind, times, size in seen.values():
+        number, total = result.get(kind, (0, 0))
+        result[kind] = number + times, total + times * size
+    return {kind: counts for kind, counts in result.items() if counts[0]}
+
+
+def _computations(program: str) -> dict[str, list[str]]:
+    """The lines of each computation of a program's text, callees before callers."""
+    bodies: dict[str, list[str]] = {}
+    lines: list[str] = []
+    for line in program.splitlines():
+        if head := re.match(r"\s*(?:ENTRY )?%?([\w.\-]+) \(.*\{$", line):
+            lines = bodies.setdefault(head[1], [])
+        else:
+            lines.append(line)
+    return bodies
+
+
+def _runs(bodies: dict[str, list[str]]) -> dict[str, int]:
+    """How often each computation runs in one run of the last."""
+    runs = dict.fromkeys(bodies, 0)
+    runs[list(bodies)[-1]] = 1
+    for name in reversed(bodies):
+        for line in bodies[name]:
+            rounds = _rounds(line, bodies) if " while(" in line else 1
+            for called in re.findall(
+                r"(?:calls|to_apply|condition|body|branch_computations|called_computations)=(\{[^}]*\}|%?[\w.\-]+)", line
+            ):
+                for callee in re.findall(r"[\w.\-]+", called):
+                    if callee in runs:
+                        runs[callee] += rounds * runs[name]
+    return runs
+
+
+def _rounds(loop: str, bodies: dict[str, list[str]]) -> int:
+    """Rounds of a loop: as the compiler notes them, or the constant that its condition compares with."""
+    if noted := re.search(r'known_trip_count":\{"n":"(\d+)"', loop):
+        return int(noted[1])
+    condition = bodies[re.search(r"condition=%?([\w.\-]+)", loop)[1]]
+    constants = dict(re.findall(r"%?([\w.\-]+) = s32\[\]\S* constant\((\d+)\)", "\n".join(condition)))
+    compared = [re.search(r"ROOT .* compare\(([^)]*)\), direction=LT", line) for line in condition]
+    ends = [constants[name] for found in compared if found for name in re.findall(r"[\w.\-]+", found[1]) if name in constants]
+    if len(ends) != 1:
+        raise ValueError(f"a loop of a compiled program does not say how many rounds it has: {loop.strip()[:200]}")
+    return int(ends[0])
