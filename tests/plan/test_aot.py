@@ -1,8 +1,11 @@
 """Programs compiled for a TPU slice that is not there. Skipped where libtpu (extra `tpu`) is not installed."""
 
+import jax
+import numpy as np
 import pytest
 
-from densegrpo_jax import cli
+from densegrpo_jax import cli, parallel
+from densegrpo_jax.config import Parallel
 from densegrpo_jax.plan import aot, published, search
 from densegrpo_jax.plan import recipe as recipes
 from densegrpo_jax.plan.chips import topology
@@ -28,12 +31,66 @@ def test_fewer_layers_keep_the_kinds_of_layers():
 
 def test_collectives_are_read_from_a_program():
     text = """
+    ENTRY %main (a: f32[8,128]) -> f32[8,128] {
       %x = f32[8,128]{1,0:T(8,128)} all-reduce(f32[8,128]{1,0} %a), channel_id=1
       %y = (bf16[4,2]{1,0}, bf16[16,2]{1,0}) all-gather-start(bf16[4,2] %b), dimensions={0}
       %z = f32[2]{0} add(f32[2] %c, f32[2] %d)
       %w = f32[]{:T(128)} all-reduce(f32[] %a), channel_id=2
+    }
     """
     assert aot.collectives(text) == {"all-reduce": (2, 8 * 128 * 4 + 4), "all-gather": (1, (4 + 16) * 2 * 2)}
+
+
+LOOPS = """
+%gather.1 (p: f32[4]) -> f32[8] {
+  ROOT %all-gather.7 = f32[8]{0} all-gather(%p), channel_id=3, dimensions={0}
+}
+
+%inner_body (q: (s32[], f32[8])) -> (s32[], f32[8]) {
+  %start = f32[8]{0} fusion(%q), kind=kCustom, calls=%gather.1
+  %done = f32[8]{0} all-gather(%q), channel_id=3, dimensions={0}
+}
+
+%inner_condition (q: (s32[], f32[8])) -> pred[] {
+  %five = s32[]{:T(128)} constant(5)
+  ROOT %lt = pred[]{:T(512)} compare(%i, %five), direction=LT
+}
+
+%outer_body (r: (s32[], f32[8])) -> (s32[], f32[8]) {
+  %while.1 = (s32[], f32[8]) while(%r), condition=%inner_condition, body=%inner_body
+  %sum = f32[2]{0} all-reduce(%r), channel_id=4, to_apply=%add
+}
+
+%outer_condition (r: (s32[], f32[8])) -> pred[] {
+  ROOT %fused = pred[] fusion(%r), kind=kLoop, calls=%compared
+}
+
+ENTRY %main (a: f32[8]) -> f32[8] {
+  %while.2 = (s32[], f32[8]) while(%a), condition=%outer_condition, body=%outer_body, backend_config={"known_trip_count":{"n":"3"}}
+}
+"""
+
+
+def test_what_is_in_a_loop_counts_as_often_as_it_runs():
+    assert aot.collectives(LOOPS) == {"all-gather": (3 * 5, 3 * 5 * 32), "all-reduce": (3, 3 * 8)}
+    with pytest.raises(ValueError, match=r"does not say how many rounds it has: %while\.2"):
+        aot.collectives(LOOPS.replace("known_trip_count", "unknown"))
+
+
+@pytest.mark.mesh
+def test_a_program_of_this_machine_is_counted_too():
+    mesh = parallel.make(Parallel(devices=4, fsdp=4))
+
+    def program(x):
+        total = jax.lax.with_sharding_constraint(x, jax.P())
+        return jax.lax.scan(lambda carry, _: (jax.lax.with_sharding_constraint(carry * 2, jax.P("fsdp")).sum() + x, None), total, length=7)[
+            0
+        ]
+
+    with parallel.within(mesh):
+        x = parallel.over_rows(mesh, np.ones(8, np.float32))
+        found = aot.collectives(jax.jit(program).lower(x).compile().as_text())
+    assert found["all-reduce"] == (7, 7 * 4)
 
 
 def test_what_cannot_be_compiled_ahead_is_refused(monkeypatch):

@@ -8,6 +8,7 @@ import pytest
 
 from densegrpo_jax import cli, parallel, policy
 from densegrpo_jax.config import Parallel
+from densegrpo_jax.plan import aot
 from densegrpo_jax.rewards.base import host
 from densegrpo_jax.train import checkpoint, loop, metrics, phases
 from densegrpo_jax_configs.variants import change
@@ -161,6 +162,26 @@ def test_devices_along_tensor_share_the_products_of_each_trajectory(tmp_path):
             work.append(program.lower(model.params, *inputs).compile().cost_analysis()["flops"])
     np.testing.assert_allclose(found[1], found[0], atol=2e-5)
     assert work[1] < 0.3 * work[0]  # a quarter, and what all of them do
+
+
+def test_what_devices_that_share_weights_receive_does_not_grow_with_their_trajectories(tmp_path):
+    """They gather weights, forward and backward, and never each other's tokens."""
+    settings, received = Parallel(devices=4, fsdp=4), []
+    run = config(tmp_path, settings, "scenes_preference")
+    mesh = parallel.make(settings)
+    with parallel.within(mesh):
+        model = policy.load(run, mesh)
+        trained = parallel.everywhere(mesh, model.start())
+        program = jax.jit(
+            jax.grad(lambda trained, params, x, sigma, cond: (model.velocity(params, trained, None)(x, sigma, cond) ** 2).mean())
+        )
+        for rows in (16, 64):
+            x, cond = np.zeros((rows, *model.shape), np.float32), model.encode(["a red circle"] * rows)
+            inputs = parallel.over_rows(mesh, (x, np.full(rows, 0.5, np.float32), cond))
+            found = aot.collectives(program.lower(trained, model.params, *inputs).compile().as_text())
+            received.append(sum(size for _, size in found.values()))
+    weights = sum(leaf.nbytes for leaf in jax.tree.leaves(model.params["network"]))
+    assert received[1] < 1.2 * received[0] and received[1] < 3 * weights, (received, weights)
 
 
 def test_a_run_goes_on_with_other_devices(tmp_path, alone):
