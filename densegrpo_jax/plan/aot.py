@@ -71,10 +71,11 @@ def mesh(where: Topology, fsdp: int, tensor: int = 1) -> jax.sharding.Mesh:
     from jax.experimental import topologies
 
     os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")  # else libtpu asks Google Cloud which machine this is
+    os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")  # else one process at a time, though none takes a chip here
     try:
         devices = topologies.get_topology_desc(platform="tpu", topology_name=where.name).devices
     except Exception as error:  # libtpu's own kind
-        raise ValueError(f"{where.name}: libtpu has no such slice ({str(error).splitlines()[0]})") from error
+        raise ValueError(f"{where.name}: libtpu makes no such slice ({str(error).splitlines()[0]})") from error
     return arranged(devices[: where.count], fsdp, tensor)
 
 

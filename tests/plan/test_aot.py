@@ -6,6 +6,7 @@ import pytest
 
 from densegrpo_jax import cli, parallel
 from densegrpo_jax.config import Parallel
+from densegrpo_jax.models.attention import attention
 from densegrpo_jax.plan import aot, published, search
 from densegrpo_jax.plan import recipe as recipes
 from densegrpo_jax.plan.chips import topology
@@ -107,11 +108,35 @@ def test_what_cannot_be_compiled_ahead_is_refused(monkeypatch):
 
 
 @needs_libtpu
-@pytest.mark.parametrize("fsdp", [1, 4])
-def test_a_phase_compiles_for_a_slice_and_gathers_weights_only_where_they_are_shared(fsdp):
+def test_phases_compile_for_a_slice_and_gather_weights_only_where_they_are_shared():
     recipe, where = small(), topology("v5e:2x2")
-    settings = search.search(recipe, where)._replace(fsdp=fsdp, attention="xla")
-    found = aot.compile_phase("recompute", recipe, settings, where)
-    assert 0 < found.argument < found.peak < where.chip.hbm and found.seconds > 0
-    gathered = found.collectives.get("all-gather", (0, 0))[1]
-    assert (gathered > 300_000) == (fsdp > 1)  # rows of trajectories are gathered in any case, which is little
+    gathered = []
+    for fsdp in (1, 4):
+        settings = search.search(recipe, where)._replace(fsdp=fsdp, attention="xla")
+        found = aot.compile_phase("recompute", recipe, settings, where)
+        assert 0 < found.argument < found.peak < where.chip.hbm and found.seconds > 0
+        gathered.append(found.collectives.get("all-gather", (0, 0))[1])
+    kernels = [leaf.size for leaf in jax.tree.leaves(recipes.shapes(recipe.configs, "transformer")) if leaf.ndim > 1]
+    calls = recipe.trajectories * recipe.trained_steps // settings.micro_batch
+    assert gathered[0] < 0.1 * gathered[1]  # rows of trajectories are gathered in any case, which is little
+    assert 0.4 < gathered[1] / (calls * 2 * sum(kernels)) < 1.2  # modulation is computed in shares instead
+
+
+@needs_libtpu
+@pytest.mark.parametrize("place", ["v5e:2x2", "v6e:2x2"])
+@pytest.mark.parametrize("side", [512, 1024])
+def test_the_attention_kernel_and_its_derivative_compile_at_the_sizes_of_the_recipes(place, side):
+    """Sharded over the batch and over the heads; with a sequence that is no multiple of a block, so that padding is masked."""
+    mesh = aot.mesh(topology(place), fsdp=2, tensor=2)
+    tokens, heads, width = (side // 16) ** 2 + 77 + 128, 24, 64  # image, CLIP and T5
+    spec = jax.P(parallel.mesh.ROWS, None, "tensor", None)
+    x = jax.ShapeDtypeStruct((2, tokens, heads, width), np.dtype("bfloat16"), sharding=jax.sharding.NamedSharding(mesh, spec))
+
+    def loss(q, k, v):
+        return attention(q, k, v, impl="splash").astype(np.float32).sum()
+
+    with jax.set_mesh(mesh):
+        compiled = jax.jit(jax.grad(loss, argnums=(0, 1, 2))).lower(x, x, x).compile()
+    assert "tpu_custom_call" in compiled.as_text() and not aot.collectives(compiled.as_text())
+    held = compiled.memory_analysis().temp_size_in_bytes
+    assert held < heads // 2 * tokens**2 * 2  # no array of all logits
