@@ -11,6 +11,8 @@ VERSION = next(
 
 TORCH_PARITY = 'python_version < "3.12"'  # the parity suite is skipped, by name, where torch is absent
 
+COMPILES_FOR_TPU = f'{TORCH_PARITY} and sys_platform == "linux" and platform_machine == "x86_64"'  # tests skipped, by name, without it
+
 OCR = ["rapidocr>=3.10", "onnxruntime>=1.20"]
 
 EXTRAS = {
@@ -31,6 +33,7 @@ EXTRAS = {
         "diffusers>=0.42",
         f"torch==2.13.0; {TORCH_PARITY}",
         f"peft>=0.17; {TORCH_PARITY}",
+        f"jax[tpu]; {COMPILES_FOR_TPU}",
     ],
 }
 

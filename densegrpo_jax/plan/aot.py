@@ -38,7 +38,7 @@ class Compiled(NamedTuple):
     Attributes:
       name: one of PROGRAMS.
       argument, temporary, output, peak: bytes; arguments and outputs lie in the memory too.
-      collectives: kind -> how often they run, and bytes of their results.
+      collectives: kind -> how often they run, and bytes that the chip receives in them.
       seconds: that compiling took.
     """
 
@@ -180,27 +180,51 @@ def _settled(recipe: Recipe, settings: Settings) -> tuple[Config, Any]:
 
 
 def collectives(program: str) -> dict[str, tuple[int, int]]:
-    """Collectives in the text of a compiled program: kind -> how often they run, and bytes of their results, loops counted through.
+    """Collectives in the text of a compiled program: kind -> how often they run, and bytes that a chip receives in them, by
+    rings. Loops are counted through.
 
     Raises:
-      ValueError: a loop whose number of rounds the text does not say.
+      ValueError: a loop whose number of rounds, or a collective whose groups the text does not say.
     """
     bodies = _computations(program)
     runs = _runs(bodies)
-    seen: dict[str, tuple[str, int, int]] = {}  # by channel, as the start and the end of one may both be written with it
+    seen: dict[str, tuple[str, int, float]] = {}  # by channel, as the start and the end of one may both be written with it
     for name, lines in bodies.items():
         for i, line in enumerate(lines):
-            if found := re.search(rf"= (\(?[^=]*?) ({'|'.join(KINDS)})(?:-start)?\(", line):
-                arrays = re.findall(r"\b([a-z]+\d*)\[([\d,]*)\]", found[1])
-                size = sum(BYTES.get(dtype, 4) * math.prod(int(n) for n in sides.split(",") if n) for dtype, sides in arrays)
+            if found := re.search(rf"= (\(?[^=]*?) ({'|'.join(KINDS)})(-start)?\(", line):
                 channel = re.search(r"channel_id=(\d+)", line)
                 key = channel[1] if channel else f"{name} {i}"
-                seen[key] = max(seen.get(key, ("", 0, 0)), (found[2], runs[name], size), key=lambda one: one[1])
+                one = found[2], runs[name], _received(line, *found.groups())
+                seen[key] = max(seen.get(key, ("", 0, 0.0)), one, key=lambda one: one[1])
     result: dict[str, tuple[int, int]] = {}
     for kind, times, size in seen.values():
         number, total = result.get(kind, (0, 0))
-        result[kind] = number + times, total + times * size
+        result[kind] = number + times, total + round(times * size)
     return {kind: counts for kind, counts in result.items() if counts[0]}
+
+
+def _received(line: str, result: str, kind: str, start: str | None) -> float:
+    """Bytes that a chip receives in one collective, from its result's type and its groups."""
+    arrays = [found for found in re.findall(r"\b([a-z]+\d*)\[([\d,]*)\]", result) if found != ("u32", "")]  # which are counters
+    size = sum(BYTES.get(dtype, 4) * math.prod(int(n) for n in sides.split(",") if n) for dtype, sides in arrays)
+    if kind == "collective-permute":
+        return size / 2 if start else size  # what is started has its operand in its type too
+    n = _members(line)
+    if kind == "all-gather" and start:
+        size = size * n / (n + 1)
+    return size * {"all-gather": (n - 1) / n, "all-reduce": 2 * (n - 1) / n, "reduce-scatter": n - 1, "all-to-all": (n - 1) / n}[kind]
+
+
+def _members(line: str) -> int:
+    """Chips in a group of a collective."""
+    if mesh := re.search(r"replica_groups=mesh\[([^\]]*)\].*?\{([^}]*)\}", line):
+        sizes = dict(re.findall(r"'(\w+)'=(\d+)", mesh[1]))
+        return math.prod(int(sizes[axis]) for axis in re.findall(r"'(\w+)'", mesh[2]))
+    if iota := re.search(r"replica_groups=\[\d+,(\d+)\]<=", line):
+        return int(iota[1])
+    if listed := re.search(r"replica_groups=\{\{([\d,]+)\}", line):
+        return listed[1].count(",") + 1
+    raise ValueError(f"a collective of a compiled program does not say its groups: {line.strip()[:300]}")
 
 
 def _computations(program: str) -> dict[str, list[str]]:

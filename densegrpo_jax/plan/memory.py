@@ -19,6 +19,7 @@ LOGITS = 8  # bytes per attention logit, unfused
 LOGITS_BACKWARD = 12
 SAVED = 3  # without remat: of every activation that goes in or out of a layer, kept for the backward pass
 SAVED_LOGITS = 6  # bytes per logit, unfused
+RECOMPUTED = 9  # arrays like all velocities: what is replaced, and the whole trajectory once more
 DECODED = 5  # full-size feature maps alive in the decoder
 SAFETY = 0.95  # of the memory; the rest is for programs and fragmentation
 
@@ -93,7 +94,7 @@ def memory(recipe: Recipe, settings: Settings, where: Topology) -> Memory:
     trained = FLOAT32 * r.adapter
     rows = micro * branches
     if recomputes(config):
-        during["recompute"] = network_rows(micro, FORWARD, LOGITS) + 2 * B * T * latent + rows * text + gathered
+        during["recompute"] = network_rows(micro, FORWARD, LOGITS) + RECOMPUTED * B * T * latent + rows * text + gathered
     saved = network.depth * tokens * network.widest * width
     if not s.remat:
         saved = SAVED * network.elements * width + (0 if s.fused else SAVED_LOGITS * network.logits)

@@ -13,7 +13,7 @@ import jax
 import numpy as np
 import pytest
 
-from densegrpo_jax import cli, flow, parallel
+from densegrpo_jax import calibrate, cli, flow, parallel
 from densegrpo_jax.config import Parallel
 from densegrpo_jax.parallel import processes
 from densegrpo_jax.train import checkpoint, loop, metrics
@@ -28,7 +28,7 @@ import numpy as np
 from densegrpo_jax import parallel
 from densegrpo_jax.config import Parallel
 from densegrpo_jax.train import checkpoint
-from tests.train.test_processes import noise, train
+from tests.train.test_processes import calibrated, noise, train
 settings, workdir, steps, fatal = json.loads(sys.argv[1])
 jax.distributed.initialize = functools.partial(jax.distributed.initialize, heartbeat_timeout_seconds=10)  # not 100: who is killed is missed
 parallel.join(Parallel(**settings))
@@ -36,6 +36,8 @@ if fatal and settings["process"] == 1:  # gets this signal before it saves this 
     save = checkpoint.save
     checkpoint.save = lambda config, state: (state.step == fatal[0] and os.kill(os.getpid(), fatal[1]), save(config, state))
 train(Path(workdir), Parallel(**settings), steps)
+if settings["processes"] > 2 and not fatal:
+    calibrated(Path(workdir), Parallel(**settings))
 found = noise(Parallel(**settings))
 if parallel.primary():
     np.save(Path(workdir) / "noise.npy", found)
@@ -49,6 +51,13 @@ def brightness(images, prompts, metadata):
 
 def train(workdir, settings, steps):
     loop.train(dataclasses.replace(config(workdir, settings, run={"steps": steps}), rewards=("own",)), extra_rewards={"own": brightness})
+
+
+def calibrated(workdir, settings) -> str:
+    """What a search of three iterations writes, with a number of trajectories that devices do not share evenly."""
+    run = dataclasses.replace(config(workdir, settings), rewards=("own",))
+    options = calibrate.Calibration(iterations=3, trajectories=14, average=2)
+    return calibrate.calibrate(run, options, extra_rewards={"own": brightness}).read_text()
 
 
 def noise(settings):
@@ -114,6 +123,9 @@ def test_processes_agree_with_one_also_after_one_of_them_was_stopped_or_killed(t
     assert len(list((workdir / "tensorboard").iterdir())) == 1 + len(interruptions)  # one a start, of the first process
     assert (workdir / "report.html").read_text().endswith("</html>")
     assert log.read_text().count(f"step {STEPS}/{STEPS}") == 1  # and it alone speaks
+    if count > 2:
+        assert (workdir / "calibration" / "psi.json").read_text() == calibrated(alone, one)
+        assert log.read_text().count("iteration 3/3") == 1
 
 
 @pytest.mark.parametrize(
