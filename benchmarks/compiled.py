@@ -25,7 +25,7 @@ PLACES = (
     ("sd35_medium_pickscore_1024", "v6e:8x8"),
 )
 GROWTH = ("v5e:2x4", "v5e:4x4", "v5e:8x8", "v5e:16x16")  # prompts per step grow with the chips, settings per chip stay
-GROWN = ("sample", "recompute", "update")
+GROWN = ("sample", "update")
 PROMPTS = 3  # per step and chip
 PHASES = {"sample": ("rollout", "completion"), "decode": ("decode",), "recompute": ("recompute",), "update": ("update",)}
 
