@@ -332,6 +332,7 @@ def _search(config: Config, options: Calibration, s: Setting, folder: Path, coun
 
     start = _start(config, s, options, scale, low, high)
     psi.write(folder / "psi.json", identity | _result(records, options, s, scale, unit, start, resting))
+    parallel.together("written")
     return folder / "psi.json"
 
 

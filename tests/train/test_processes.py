@@ -100,7 +100,9 @@ def run(workdir, count, shared, fatal=None, *, log):
     ("count", "shared", "interruptions"),
     [
         (2, {}, [(2, signal.SIGKILL)]),
-        pytest.param(4, {"fsdp": 2, "tensor": 4}, [(1, signal.SIGTERM), (3, signal.SIGKILL)], marks=pytest.mark.slow),
+        pytest.param(
+            4, {"fsdp": 2, "tensor": 4}, [(1, signal.SIGTERM), (3, signal.SIGKILL)], marks=[pytest.mark.slow, pytest.mark.timeout(2400)]
+        ),
     ],
 )
 def test_processes_agree_with_one_also_after_one_of_them_was_stopped_or_killed(tmp_path, count, shared, interruptions):
