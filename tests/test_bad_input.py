@@ -207,6 +207,7 @@ NUMBERS = [  # field, values out of its range, what the range is called
     ("optimizer.ema_decay", (1.0, -0.5, "nan"), "from 0 to 0.999"),
     ("parallel.devices", (0, -8), "from 1 to"),
     ("parallel.fsdp", (0,), "from 1 to"),
+    ("parallel.tensor", (0, -2), "from 1 to"),
     ("evaluation.every", (-1,), "from 0 to"),
     ("evaluation.num_steps", (0, 5000), "from 1 to 1000"),
     ("evaluation.images_per_prompt", (0,), "from 1 to"),
@@ -240,6 +241,8 @@ TOGETHER = [
     entry("chunk_does_not_divide", "train toy --sampling.chunk 7", "sampling.chunk = 7", "choose one of"),
     entry("more_devices", "train toy --parallel.devices 3", "parallel.devices = 3: there are 1"),
     entry("fsdp_does_not_divide", "train toy --parallel.fsdp 2", "parallel.fsdp = 2 does not divide the 1 devices", "choose one of"),
+    entry("tensor_does_not_divide", "train toy --parallel.tensor 2", "parallel.tensor = 2 does not divide the 1 devices", "choose one of"),
+    entry("tensor_and_heads", "train scenes_preference --parallel.tensor 3", "parallel.tensor = 3 does not divide", "choose one of"),
     entry("no_noise", "train toy --exploration.noise-level 0", "exploration.noise_level", "exploration.window"),
     *(entry(f"{sampler}_above_one", ["train", "toy", "--exploration.sampler", sampler, "--exploration.noise-level", "1.5"],
             "exploration.noise_level = 1.5", "from 0 to 1") for sampler in ("cps", "ddim_sde")),
@@ -358,6 +361,8 @@ COMMANDS = [
       for name in ("nowhere", "cut_data", "missing_tensor", "other_family")),
     entry("calibrate_reward", "calibrate toy --rewards nothing", "unknown reward 'nothing'"),
     entry("calibrate_sampler", "calibrate toy --exploration.sampler cps", "exploration.sampler", "psi"),
+    entry("calibrate_tensor", "calibrate toy --parallel.tensor 2", "parallel.tensor = 2 does not divide the 1 devices"),
+    entry("calibrate_processes", "calibrate toy --parallel.processes 2", "parallel.processes = 2", "parallel.coordinator"),
     entry("calibrate_group", "calibrate toy --prompts.group-size 0", "prompts.group_size = 0", "from 2"),
     *(entry(f"sample_{field}_{value}", [*SAMPLE, f"--{field.replace('_', '-')}", value], field, value)
       for field, value in (
@@ -373,7 +378,7 @@ COMMANDS = [
       for field, value in (
           ("images", "0"), ("steps", "0"), ("guidance", "0.1"), ("guidance", "nan"), ("seed", "-1"), ("count", "0"), ("count", "100000"),
           ("batch_size", "0"), ("checkpoint", "3"), ("base", "tiny"), ("weights", "ema"), ("height", "64"), ("adapter_steps", "99"),
-          ("variant", "bf16"))),
+          ("variant", "bf16"), ("devices", "0"), ("devices", "3"), ("devices", "2"), ("fsdp", "0"), ("fsdp", "2"))),
     entry("eval_nothing", "eval", "give one of"),
     entry("eval_no_out", "eval tiny", "out"),
     entry("eval_unknown_reward", [*EVAL[:-1], "nothing"], "unknown reward 'nothing'"),
