@@ -246,9 +246,7 @@ def _runs(bodies: dict[str, list[str]]) -> dict[str, int]:
     for name in reversed(bodies):
         for line in bodies[name]:
             rounds = _rounds(line, bodies) if " while(" in line else 1
-            for called in re.findall(
-                r"(?:calls|to_apply|condition|body|branch_computations|called_computations)=(\{[^}]*\}|%?[\w.\-]+)", line
-            ):
+            for called in re.findall(rf"(?:{'|'.join(CALLS)})=(\{{[^}}]*\}}|%?[\w.\-]+)", line):
                 for callee in re.findall(r"[\w.\-]+", called):
                     if callee in runs:
                         runs[callee] += rounds * runs[name]
