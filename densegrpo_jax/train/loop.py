@@ -169,6 +169,7 @@ def _run(
         weight = result.mask * _step_weights(config, tables)[:, None]
         advantage, weight = parallel.over_rows(mesh, (np.float32(result.advantage), np.float32(weight)), axis=1)
         batch = phases.Batch(trajectory, kernel, advantage, weight, cond, uncond, parallel.over_rows(mesh, np.int32(groups)))
+        del trajectory  # so that one copy is there, also when its velocities are recomputed
         order = phases.update_order(config, tables.trained, step, micro_batch(config, int(tables.trained.sum()), devices))
         drift = None
         if phases.recomputes(config):
@@ -189,6 +190,7 @@ def _run(
         record["log_prob_drift"] = record["log_ratio_before"] if drift is None else step_metrics(drift, tables.trained)
         record["images"], finite = _image_statistics(clean[-1], pixels)
         before = history[-1].get("nonfinite") if history else None
+        del batch, clean  # before the next step samples
         record["nonfinite"] = health.nonfinite(before, [float(numbers["grad_norm"]) for numbers, _ in updates], finite)
         record["reward_health"] = step_health(rewards.Scored(scored, wait), record["seconds"])
         record["reward_wait"] = sum(wait.values()) / record["seconds"]

@@ -1,6 +1,8 @@
 """Runs on eight devices give what one device gives."""
 
 import dataclasses
+import re
+from pathlib import Path
 
 import jax
 import numpy as np
@@ -8,7 +10,8 @@ import pytest
 
 from densegrpo_jax import cli, parallel, policy
 from densegrpo_jax.config import Parallel
-from densegrpo_jax.plan import aot
+from densegrpo_jax.plan import aot, recipe, search
+from densegrpo_jax.plan.chips import topology
 from densegrpo_jax.rewards.base import host
 from densegrpo_jax.train import checkpoint, loop, metrics, phases
 from densegrpo_jax_configs.variants import change
@@ -135,6 +138,44 @@ def test_nothing_is_compiled_after_the_second_step_and_the_old_state_is_given_up
     for record in metrics.read(tmp_path / "metrics.jsonl"):
         assert sum(record["phase_seconds"].values()) == pytest.approx(record["seconds"])
     assert all(leaf.is_deleted() for state in states for leaf in jax.tree.leaves(state.trained))
+
+
+def test_trajectories_are_held_once_and_not_while_the_next_are_sampled(tmp_path, monkeypatch):
+    held = {"sample": [], "recompute": [], "update": []}
+
+    def watched(name):
+        original = getattr(phases, f"make_{name}")
+
+        def make(*args):
+            program = original(*args)
+
+            def call(*given):
+                held[name].append(sum(x.nbytes for x in jax.live_arrays() if x.ndim == 5))
+                return program(*given)
+
+            return call
+
+        monkeypatch.setattr(phases, f"make_{name}", make)
+
+    for name in held:
+        watched(name)
+    run = config(tmp_path, Parallel(), evaluation={"every": 0}, objective={"recompute_old_log_prob": True})
+    loop.train(run)
+    T, L, latent = run.sampling.num_steps, 5, 4 * 8 * 8  # three trained steps have levels on both sides, four; and the end
+    step = 16 * latent * (3 * T + 1 + L)
+    assert held == {"sample": [0] * 3, "recompute": [step] * 3, "update": [step] * 6}
+
+
+def test_phases_do_not_talk_to_the_host():
+    run = config(Path("unused"), Parallel(), "scenes_preference", model={"dtype": "bfloat16"})
+    made = recipe.read(run)
+    made = made._replace(configs=aot.with_layers(made.configs, 2))
+    mesh, settings = parallel.make(Parallel()), search.configured(made, topology("v6e:2x4"), 1)._replace(attention="xla")
+    for name in aot.PROGRAMS:
+        program, arguments = aot.build(name, made, settings, mesh)
+        with parallel.within(mesh):
+            text = program.lower(*arguments).as_text()
+        assert "stablehlo" in text and not re.search("callback|infeed|outfeed|stablehlo.send|stablehlo.recv", text), name
 
 
 def test_all_weights_are_shared_where_all_are_trained(tmp_path, monkeypatch):
