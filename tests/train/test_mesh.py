@@ -159,7 +159,7 @@ def test_trajectories_are_held_once_and_not_while_the_next_are_sampled(tmp_path,
 
     for name in held:
         watched(name)
-    run = config(tmp_path, Parallel(), evaluation={"every": 0}, objective={"recompute_old_log_prob": True})
+    run = config(tmp_path, Parallel(devices=1), evaluation={"every": 0}, objective={"recompute_old_log_prob": True})
     loop.train(run)
     T, L, latent = run.sampling.num_steps, 5, 4 * 8 * 8  # three trained steps have levels on both sides, four; and the end
     step = 16 * latent * (3 * T + 1 + L)
