@@ -11,10 +11,9 @@ from importlib.metadata import version
 from pathlib import Path
 
 from densegrpo_jax import cli
-from densegrpo_jax.plan import aot, command, roofline, search
+from densegrpo_jax.plan import aot, collectives, command, search
 from densegrpo_jax.plan import recipe as recipes
 from densegrpo_jax.plan.chips import GIB, topology
-from densegrpo_jax.plan.memory import memory
 from densegrpo_jax.plan.roofline import Settings
 from densegrpo_jax_configs.variants import change
 
@@ -23,11 +22,11 @@ PLACES = (
     ("sd35_medium_pickscore", "v5p:2x2x1"),
     ("sd35_medium_pickscore", "v6e:2x4"),
     ("sd35_medium_pickscore_1024", "v6e:8x8"),
+    ("sd35_medium_pickscore", "v4:2x2x2"),
 )
 GROWTH = ("v5e:2x4", "v5e:4x4", "v5e:8x8", "v5e:16x16")  # prompts per step grow with the chips, settings per chip stay
 GROWN = ("sample", "update")
 PROMPTS = 3  # per step and chip
-PHASES = {"sample": ("rollout", "completion"), "decode": ("decode",), "recompute": ("recompute",), "update": ("update",)}
 
 
 def jobs() -> list[tuple[str, str, str, int | None]]:
@@ -53,50 +52,31 @@ def measure(program: str, name: str, place: str, prompts: int | None, layers: in
     where, config = topology(place), cli.load_config(name)
     recipe = recipes.read(config if prompts is None else change(config, prompts={"per_step": prompts}))
     settings = settings_of(recipe, where, prompts is not None)
-    needed, phases = memory(recipe, settings, where), roofline.phases(recipe, settings, where)
-    small = recipe if layers is None else recipe._replace(configs=aot.with_layers(recipe.configs, layers))
-    found = aot.compile_phase(program, small, settings, where)
-    calls = recipe.trajectories // settings.chunk if program == "sample" and recipe.elsewhere else 1
-    calls = config.optimizer.updates if program == "update" else calls
     return {
         "program": program, "config": name, "slice": place, "prompts": prompts, "chips": where.count, "layers": layers,
-        "settings": settings._asdict(), "compiler": found._asdict(), "calls_per_step": calls,
-        "collective_bytes": calls * sum(size for _, size in found.collectives.values()),
-        "plan": {
-            "during": max(needed.during[phase] for phase in PHASES[program] if phase in needed.during),
-            "beside": needed.resident["text encoders"] + needed.resident["scorers"],
-            "received": sum(phase.received for phase in phases if phase.name in PHASES[program]),
-            "usable": where.chip.hbm,
-        },
+        "settings": settings._asdict(), **aot.compared(program, recipe, settings, where, layers),
         "versions": {package: version(package) for package in ("jax", "jaxlib", "libtpu")},
     }  # fmt: skip
 
 
-def tables(rows: list[dict]) -> list[str]:
-    """The plans and the growth, in Markdown."""
-    header = (
-        "program", "slice", "fsdp", "arguments GiB", "temporary GiB", "plan: temporary", "peak GiB", "with encoders, scorers", "usable GiB",
-        "collectives GB", "plan: received GB", "compiled in s",
-    )  # fmt: skip
-    lines = []
+def tables(rows: list[dict]) -> dict[str, list[str]]:
+    """The plans of each config, and the growth, in Markdown."""
+    found = {}
     for name in dict.fromkeys(row["config"] for row in rows if row["prompts"] is None):
+        of_config = [row for row in rows if row["config"] == name and row["prompts"] is None]
+        order = sorted(of_config, key=lambda row: ([where for _, where in PLACES].index(row["slice"]), aot.PROGRAMS.index(row["program"])))
+        lines = [(row["program"], row["slice"], str(row["settings"]["fsdp"]), *aot.cells(row)) for row in order]
+        found[name] = command.table(("program", "slice", "fsdp", *aot.COLUMNS), lines)
+    grown = sorted((row for row in rows if row["prompts"] is not None), key=lambda row: (GROWN.index(row["program"]), row["chips"]))
+    if grown:
+        kinds = [kind for kind in collectives.KINDS if any(kind in row["compiler"]["collectives"] for row in grown)]
         cells = []
-        for row in (row for row in rows if row["config"] == name and row["prompts"] is None):
-            c, p = row["compiler"], row["plan"]
-            gib = [c["argument"], c["temporary"], p["during"], c["peak"], c["peak"] + p["beside"], p["usable"]]
-            moved = f"{row['collective_bytes'] / 1e9:,.1f}", f"{p['received'] / 1e9:,.1f}", f"{c['seconds']:.0f}"
-            cells.append((row["program"], row["slice"], str(row["settings"]["fsdp"]), *(f"{n / GIB:.2f}" for n in gib), *moved))
-        lines += ["", f"`{name}`:", "", *command.table(header, cells)]
-    cells = []
-    for row in sorted((row for row in rows if row["prompts"] is not None), key=lambda row: (GROWN.index(row["program"]), row["chips"])):
-        kinds = {kind: size * row["calls_per_step"] / 1e9 for kind, (_, size) in row["compiler"]["collectives"].items()}
-        each = [f"{kinds.get(kind, 0.0):,.1f}" for kind in aot.KINDS]
-        cells.append(
-            (row["program"], str(row["chips"]), *each, f"{row['plan']['received'] / 1e9:,.1f}", f"{row['compiler']['peak'] / GIB:.2f}")
-        )
-    if cells:
-        lines += ["", "Growth:", "", *command.table(("program", "chips", *aot.KINDS, "plan: received GB", "peak GiB"), cells)]
-    return lines
+        for row in grown:
+            each = [row["compiler"]["collectives"].get(kind, (0, 0))[1] * row["calls_per_step"] / 1e9 for kind in kinds]
+            numbers = *(f"{n:,.1f}" for n in each), f"{sum(each):,.0f}", f"{row['plan']['received'] / 1e9:,.0f}"
+            cells.append((row["program"], str(row["chips"]), *numbers, f"{row['compiler']['peak'] / GIB:.2f}"))
+        found["growth"] = command.table(("received GB", "chips", *kinds, "all", "plan", "peak GiB"), cells)
+    return found
 
 
 def main() -> None:
@@ -118,7 +98,8 @@ def main() -> None:
             continue
         print(f"  {rows[-1]['compiler']}", flush=True)
         arguments.json.write_text(json.dumps(rows, indent=1) + "\n")
-    print("\n".join(tables(rows)))
+    for name, lines in tables(rows).items():
+        print("\n".join(["", f"{name}:", "", *lines]))
 
 
 if __name__ == "__main__":

@@ -112,10 +112,12 @@ def test_the_dry_run_fills_the_devices(tmp_path, monkeypatch, capsys):
 
 
 def test_memory_is_that_of_one_device(monkeypatch):
-    monkeypatch.setattr(doctor.parallel, "count", lambda settings: 8)
+    monkeypatch.setattr(doctor.parallel, "shares", lambda settings: 8 // settings.tensor)
     monkeypatch.setattr(doctor.jax, "devices", lambda: [SimpleNamespace(platform="gpu")])
     parts = {"transformer": 8.0, "text_encoder_3": 4.0, "vae": 2.0, "latents of a step": 16.0, "trained weights, optimiser, average": 6.0}
     config = change(cli.load_config("scenes_preference"), parallel={"fsdp": 4, "encoders": "host"})
     assert list(doctor._on_a_device(config, parts).values()) == [2.0, 0.0, 2.0, 2.0, 6.0]
     config = change(config, parallel={"encoders": "device"}, adapter={"rank": 0})
     assert list(doctor._on_a_device(config, parts).values()) == [2.0, 1.0, 2.0, 2.0, 1.5]
+    config = change(config, parallel={"fsdp": 2, "tensor": 2})
+    assert list(doctor._on_a_device(config, parts).values()) == [2.0, 1.0, 2.0, 4.0, 1.5]

@@ -6,9 +6,7 @@ the number of layers hardly matters, as layers are scanned. GPUs have no such co
 
 import dataclasses
 import importlib.util
-import math
 import os
-import re
 import time
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -20,16 +18,17 @@ from densegrpo_jax import flow, parallel
 from densegrpo_jax.config import Config, batch_size
 from densegrpo_jax.families import Conditioning, Configs
 from densegrpo_jax.parallel.mesh import ROWS, arranged
-from densegrpo_jax.plan.chips import Topology
+from densegrpo_jax.plan import roofline
+from densegrpo_jax.plan.chips import GIB, Topology
+from densegrpo_jax.plan.collectives import received
+from densegrpo_jax.plan.memory import memory
 from densegrpo_jax.plan.recipe import Recipe, abstract_policy
 from densegrpo_jax.plan.roofline import Settings
 from densegrpo_jax.train import phases, state
 from densegrpo_jax_configs.variants import change
 
-PROGRAMS = ("sample", "decode", "recompute", "update")
-KINDS = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "collective-permute")
-CALLS = ("calls", "to_apply", "condition", "body", "branch_computations", "called_computations")
-BYTES = {"pred": 1, "s8": 1, "u8": 1, "s16": 2, "u16": 2, "bf16": 2, "f16": 2, "s32": 4, "u32": 4, "f32": 4, "s64": 8, "u64": 8, "f64": 8}
+PHASES = {"sample": ("rollout", "completion"), "decode": ("decode",), "recompute": ("recompute",), "update": ("update",)}
+PROGRAMS = tuple(PHASES)
 
 
 class Compiled(NamedTuple):
@@ -64,16 +63,15 @@ def mesh(where: Topology, fsdp: int, tensor: int = 1) -> jax.sharding.Mesh:
     """
     if where.chip.kind != "tpu":
         raise ValueError(f"{where.name}: programs can be compiled ahead for TPUs only")
-    if where.chip.name == "v4":
-        raise ValueError(f"{where.name}: libtpu compiles for the two cores a chip has there, which run as one; compile for another chip")
     if not available():
         raise ValueError("libtpu is not installed; `pip install densegrpo_jax[tpu]` brings it, and needs no TPU")
     from jax.experimental import topologies
 
     os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")  # else libtpu asks Google Cloud which machine this is
     os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")  # else one process at a time, though none takes a chip here
+    cores = {"chip_config_name": "megacore"} if where.chip.name == "v4" else {}  # both cores of a chip as one device, as JAX has them
     try:
-        devices = topologies.get_topology_desc(platform="tpu", topology_name=where.name).devices
+        devices = topologies.get_topology_desc(platform="tpu", topology_name=where.name, **cores).devices
     except Exception as error:  # libtpu's own kind
         raise ValueError(f"{where.name}: libtpu makes no such slice ({str(error).splitlines()[0]})") from error
     return arranged(devices[: where.count], fsdp, tensor)
@@ -113,7 +111,54 @@ def compile_phase(name: str, recipe: Recipe, settings: Settings, where: Topology
         seconds = time.perf_counter() - began
     found = compiled.memory_analysis()
     sizes = found.argument_size_in_bytes, found.temp_size_in_bytes, found.output_size_in_bytes, found.peak_memory_in_bytes
-    return Compiled(name, *sizes, collectives(compiled.as_text()), seconds)
+    return Compiled(name, *sizes, received(compiled.as_text()), seconds)
+
+
+def programs(recipe: Recipe) -> list[str]:
+    """The programs that a run of the recipe has."""
+    return [name for name in PROGRAMS if name != "recompute" or phases.recomputes(recipe.config)]
+
+
+def compared(name: str, recipe: Recipe, settings: Settings, where: Topology, layers: int | None = None) -> dict[str, Any]:
+    """A phase compiled, beside what the plan says of it.
+
+    Args:
+      name, recipe, settings, where: see `compile_phase`.
+      layers: compile fewer of them (tests).
+
+    Returns:
+      "compiler", the fields of `Compiled`; "calls_per_step" of the program; "collective_bytes" that a chip receives in them; "plan":
+      "during" and "received", its estimates of temporary and received bytes, "beside", what lies in the memory and is no argument of the
+      program, and "usable".
+    """
+    needed, bounds = memory(recipe, settings, where), roofline.phases(recipe, settings, where)
+    found = compile_phase(name, recipe if layers is None else recipe._replace(configs=with_layers(recipe.configs, layers)), settings, where)
+    pieces = recipe.trajectories // settings.chunk if recipe.elsewhere else 1
+    calls = {"sample": pieces, "update": recipe.config.optimizer.updates}.get(name, 1)
+    return {
+        "compiler": found._asdict(),
+        "calls_per_step": calls,
+        "collective_bytes": calls * sum(size for _, size in found.collectives.values()),
+        "plan": {
+            "during": max(needed.during[phase] for phase in PHASES[name] if phase in needed.during),
+            "beside": needed.resident["text encoders"] + needed.resident["scorers"],
+            "received": sum(phase.received for phase in bounds if phase.name in PHASES[name]),
+            "usable": where.chip.hbm,
+        },
+    }
+
+
+COLUMNS = (
+    "arguments GiB", "temporary GiB", "plan: temporary", "peak GiB", "with encoders, scorers", "usable GiB", "received GB",
+    "plan: received", "compiled in s",
+)  # fmt: skip
+
+
+def cells(row: dict[str, Any]) -> tuple[str, ...]:
+    """What `compared` found, under COLUMNS."""
+    c, p = row["compiler"], row["plan"]
+    gib = c["argument"], c["temporary"], p["during"], c["peak"], c["peak"] + p["beside"], p["usable"]
+    return *(f"{n / GIB:.2f}" for n in gib), *(f"{n / 1e9:,.0f}" for n in (row["collective_bytes"], p["received"])), f"{c['seconds']:.0f}"
 
 
 def build(name: str, recipe: Recipe, settings: Settings, devices: jax.sharding.Mesh) -> tuple[Callable, tuple]:
@@ -177,90 +222,3 @@ def _settled(recipe: Recipe, settings: Settings) -> tuple[Config, Any]:
         optimizer={"micro_batch": settings.micro_batch, "remat": settings.remat},
     )
     return config, abstract_policy(config, recipe.configs, recipe.latent)
-
-
-def collectives(program: str) -> dict[str, tuple[int, int]]:
-    """Collectives in the text of a compiled program: kind -> how often they run, and bytes that a chip receives in them, by
-    rings. Loops are counted through.
-
-    Raises:
-      ValueError: a loop whose number of rounds, or a collective whose groups the text does not say.
-    """
-    bodies = _computations(program)
-    runs = _runs(bodies)
-    seen: dict[str, tuple[str, int, float]] = {}  # by channel, as the start and the end of one may both be written with it
-    for name, lines in bodies.items():
-        for i, line in enumerate(lines):
-            if found := re.search(rf"= (\(?[^=]*?) ({'|'.join(KINDS)})(-start)?\(", line):
-                channel = re.search(r"channel_id=(\d+)", line)
-                key = channel[1] if channel else f"{name} {i}"
-                one = found[2], runs[name], _received(line, *found.groups())
-                seen[key] = max(seen.get(key, ("", 0, 0.0)), one, key=lambda one: one[1])
-    result: dict[str, tuple[int, int]] = {}
-    for kind, times, size in seen.values():
-        number, total = result.get(kind, (0, 0))
-        result[kind] = number + times, total + round(times * size)
-    return {kind: counts for kind, counts in result.items() if counts[0]}
-
-
-def _received(line: str, result: str, kind: str, start: str | None) -> float:
-    """Bytes that a chip receives in one collective, from its result's type and its groups."""
-    arrays = [found for found in re.findall(r"\b([a-z]+\d*)\[([\d,]*)\]", result) if found != ("u32", "")]  # which are counters
-    size = sum(BYTES.get(dtype, 4) * math.prod(int(n) for n in sides.split(",") if n) for dtype, sides in arrays)
-    if kind == "collective-permute":
-        return size / 2 if start else size  # what is started has its operand in its type too
-    n = _members(line)
-    if kind == "all-gather" and start:
-        size = size * n / (n + 1)
-    return size * {"all-gather": (n - 1) / n, "all-reduce": 2 * (n - 1) / n, "reduce-scatter": n - 1, "all-to-all": (n - 1) / n}[kind]
-
-
-def _members(line: str) -> int:
-    """Chips in a group of a collective."""
-    if mesh := re.search(r"replica_groups=mesh\[([^\]]*)\].*?\{([^}]*)\}", line):
-        sizes = dict(re.findall(r"'(\w+)'=(\d+)", mesh[1]))
-        return math.prod(int(sizes[axis]) for axis in re.findall(r"'(\w+)'", mesh[2]))
-    if iota := re.search(r"replica_groups=\[\d+,(\d+)\]<=", line):
-        return int(iota[1])
-    if listed := re.search(r"replica_groups=\{\{([\d,]+)\}", line):
-        return listed[1].count(",") + 1
-    raise ValueError(f"a collective of a compiled program does not say its groups: {line.strip()[:300]}")
-
-
-def _computations(program: str) -> dict[str, list[str]]:
-    """The lines of each computation of a program's text, callees before callers."""
-    bodies: dict[str, list[str]] = {}
-    lines: list[str] = []
-    for line in program.splitlines():
-        if head := re.match(r"\s*(?:ENTRY )?%?([\w.\-]+) \(.*\{$", line):
-            lines = bodies.setdefault(head[1], [])
-        else:
-            lines.append(line)
-    return bodies
-
-
-def _runs(bodies: dict[str, list[str]]) -> dict[str, int]:
-    """How often each computation runs in one run of the last."""
-    runs = dict.fromkeys(bodies, 0)
-    runs[list(bodies)[-1]] = 1
-    for name in reversed(bodies):
-        for line in bodies[name]:
-            rounds = _rounds(line, bodies) if " while(" in line else 1
-            for called in re.findall(rf"(?:{'|'.join(CALLS)})=(\{{[^}}]*\}}|%?[\w.\-]+)", line):
-                for callee in re.findall(r"[\w.\-]+", called):
-                    if callee in runs:
-                        runs[callee] += rounds * runs[name]
-    return runs
-
-
-def _rounds(loop: str, bodies: dict[str, list[str]]) -> int:
-    """Rounds of a loop: as the compiler notes them, or the constant that its condition compares with."""
-    if noted := re.search(r'known_trip_count":\{"n":"(\d+)"', loop):
-        return int(noted[1])
-    condition = bodies[re.search(r"condition=%?([\w.\-]+)", loop)[1]]
-    constants = dict(re.findall(r"%?([\w.\-]+) = s32\[\]\S* constant\((\d+)\)", "\n".join(condition)))
-    compared = [re.search(r"ROOT .* compare\(([^)]*)\), direction=LT", line) for line in condition]
-    ends = [constants[name] for found in compared if found for name in re.findall(r"[\w.\-]+", found[1]) if name in constants]
-    if len(ends) != 1:
-        raise ValueError(f"a loop of a compiled program does not say how many rounds it has: {loop.strip()[:200]}")
-    return int(ends[0])

@@ -2,14 +2,15 @@
 
 import dataclasses
 import json
+import sys
 from pathlib import Path
 from typing import Annotated
 
 import tyro
 
 from densegrpo_jax.config import Config
+from densegrpo_jax.plan import aot, search
 from densegrpo_jax.plan import recipe as recipes
-from densegrpo_jax.plan import search
 from densegrpo_jax.plan.chips import Topology, topology
 from densegrpo_jax.plan.memory import Memory, gib, memory
 from densegrpo_jax.plan.recipe import Recipe
@@ -30,6 +31,9 @@ class Plan:
     """Chips that share the frozen weights, which they gather layer by layer; the config's `parallel.fsdp` by default."""
     search: bool = False
     """Choose fsdp and the chunk sizes: the fastest that fit."""
+    compile: bool = False
+    """Compile every phase for the slice, which need not be there (TPUs; extra `tpu`), and say what memory and collectives the compiler
+    finds. Takes minutes a phase."""
     efficiency: float = 0.4
     """Part of the roofline's speed that costs are given for; what a run reaches has to be measured."""
     json: Path | None = None
@@ -54,8 +58,24 @@ def main(command: Plan, name: str = "") -> int:
     price = costs(recipe, steps, where, command.efficiency)
     columns = completions(recipe, where, settings, command.efficiency)
     print("\n".join(["", *_costs(price, recipe, command.efficiency), "", *_completions(columns)]))
+    compiled = {}
+    if command.compile:
+        aot.mesh(where, settings.fsdp, settings.tensor)  # refused before anything takes minutes
+        for program in aot.programs(recipe):
+            print(f"compiling {program} for {where.name}", file=sys.stderr, flush=True)
+            compiled[program] = aot.compared(program, recipe, settings, where)
+        rows = [(program, *aot.cells(found)) for program, found in compiled.items()]
+        print("\n".join(["", *table(("compiled for each chip", *aot.COLUMNS), rows)]))
     if command.json:
-        command.json.write_text(json.dumps(as_json(name, recipe, settings, where, steps, needed, price, columns), indent=1) + "\n")
+        everything = as_json(name, recipe, settings, where, steps, needed, price, columns, compiled)
+        command.json.write_text(json.dumps(everything, indent=1) + "\n")
+    for program, found in compiled.items():
+        most = found["compiler"]["peak"] + found["plan"]["beside"]
+        if most > where.chip.hbm:
+            raise ValueError(
+                f"{program} as compiled for {where.name} takes {most - where.chip.hbm:,.0f} bytes too many on each chip, with what lies "
+                f"beside it ({gib(most)} GiB of {gib(where.chip.hbm)} usable): lower its chunk, or raise fsdp"
+            )
     return 0
 
 
@@ -94,7 +114,7 @@ def completions(recipe: Recipe, where: Topology, settings: Settings, efficiency:
     return rows
 
 
-def as_json(name: str, recipe: Recipe, settings: Settings, where: Topology, steps, needed: Memory, price, columns) -> dict:
+def as_json(name: str, recipe: Recipe, settings: Settings, where: Topology, steps, needed: Memory, price, columns, compiled) -> dict:
     """Everything that is printed."""
     return {
         "config": name,
@@ -105,6 +125,7 @@ def as_json(name: str, recipe: Recipe, settings: Settings, where: Topology, step
         "costs": price,
         "completions": columns,
         "not_counted": list(recipe.elsewhere),
+        "compiled": compiled,
     }
 
 

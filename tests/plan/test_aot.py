@@ -1,5 +1,7 @@
 """Programs compiled for a TPU slice that is not there. Skipped where libtpu (extra `tpu`) is not installed."""
 
+import json
+
 import jax
 import numpy as np
 import pytest
@@ -7,7 +9,7 @@ import pytest
 from densegrpo_jax import cli, parallel
 from densegrpo_jax.config import Parallel
 from densegrpo_jax.models.attention import attention
-from densegrpo_jax.plan import aot, published, search
+from densegrpo_jax.plan import aot, collectives, published, search
 from densegrpo_jax.plan import recipe as recipes
 from densegrpo_jax.plan.chips import topology
 from densegrpo_jax_configs.variants import change
@@ -41,7 +43,7 @@ def test_collectives_are_read_from_a_program():
       %u = f32[3]{0} reduce-scatter(%g), replica_groups={{0,1},{2,3}}, dimensions={0}
     }
     """
-    assert aot.collectives(text) == {
+    assert collectives.received(text) == {
         "all-reduce": (1, 2 * 3 * 8 * 128),
         "all-gather": (1, 3 * 4 * 2 * 2),
         "all-to-all": (1, 7 * 4 * 4),
@@ -49,7 +51,7 @@ def test_collectives_are_read_from_a_program():
         "reduce-scatter": (1, 12),
     }
     with pytest.raises(ValueError, match="does not say its groups"):
-        aot.collectives(text.replace("[2,4]<=[8]", "all"))
+        collectives.received(text.replace("[2,4]<=[8]", "all"))
 
 
 LOOPS = """
@@ -83,9 +85,9 @@ ENTRY %main (a: f32[8]) -> f32[8] {
 
 
 def test_what_is_in_a_loop_counts_as_often_as_it_runs():
-    assert aot.collectives(LOOPS) == {"all-gather": (3 * 5, 3 * 5 * 16), "all-reduce": (3, 3 * 8)}
+    assert collectives.received(LOOPS) == {"all-gather": (3 * 5, 3 * 5 * 16), "all-reduce": (3, 3 * 8)}
     with pytest.raises(ValueError, match=r"does not say how many rounds it has: %while\.2"):
-        aot.collectives(LOOPS.replace("known_trip_count", "unknown"))
+        collectives.received(LOOPS.replace("known_trip_count", "unknown"))
 
 
 @pytest.mark.mesh
@@ -97,7 +99,7 @@ def test_a_program_of_this_machine_is_counted_too():
 
     with parallel.within(mesh):
         x = parallel.over_rows(mesh, np.ones(8, np.float32))
-        found = aot.collectives(jax.jit(program).lower(x).compile().as_text())
+        found = collectives.received(jax.jit(program).lower(x).compile().as_text())
     assert found["all-reduce"] == (7, 7 * 2 * 3)  # of one number of four bytes, over four devices
 
 
@@ -106,9 +108,8 @@ def test_what_cannot_be_compiled_ahead_is_refused(monkeypatch):
     settings = search.search(recipe, topology("v5e:2x2"))
     with pytest.raises(ValueError, match="choose one of sample, decode"):
         aot.compile_phase("dream", recipe, settings, topology("v5e:2x2"))
-    for name in ("h100:8", "v4:2x2x1"):
-        with pytest.raises(ValueError, match=r"compiled ahead|two cores a chip"):
-            aot.compile_phase("update", recipe, settings, topology(name))
+    with pytest.raises(ValueError, match="for TPUs only"):
+        aot.compile_phase("update", recipe, settings, topology("h100:8"))
     monkeypatch.setattr(aot, "available", lambda: False)
     with pytest.raises(ValueError, match=r"pip install densegrpo_jax\[tpu\]"):
         aot.compile_phase("update", recipe, settings, topology("v5e:2x2"))
@@ -130,6 +131,26 @@ def test_phases_compile_for_a_slice_and_gather_weights_only_where_they_are_share
 
 
 @needs_libtpu
+@pytest.mark.slow
+def test_plan_compiles_every_phase_and_says_what_it_takes(tmp_path, capsys):
+    path = tmp_path / "plan.json"
+    assert cli.main(["plan", "scenes_preference", "--topology", "v5e:2x2", "--search", "--compile", "--json", str(path)]) == 0
+    said = capsys.readouterr().out
+    compiled = json.loads(path.read_text())["compiled"]
+    assert list(compiled) == ["sample", "decode", "update"]  # in float32 nothing is computed again
+    for name, found in compiled.items():
+        assert found["compiler"]["name"] == name
+        assert all(cell in said for cell in aot.cells(found))
+    assert cli.main(["plan", "scenes_preference", "--topology", "h100:8", "--search", "--compile"]) == 2
+    assert "programs can be compiled ahead for TPUs only" in capsys.readouterr().err
+
+
+@needs_libtpu
+def test_the_two_cores_of_a_v4_are_one_device():
+    assert aot.mesh(topology("v4:2x2x2"), fsdp=2).size == 8
+
+
+@needs_libtpu
 @pytest.mark.parametrize("place", ["v5e:2x2", "v6e:2x2"])
 @pytest.mark.parametrize("side", [512, 1024])
 def test_the_attention_kernel_and_its_derivative_compile_at_the_sizes_of_the_recipes(place, side):
@@ -144,6 +165,6 @@ def test_the_attention_kernel_and_its_derivative_compile_at_the_sizes_of_the_rec
 
     with jax.set_mesh(mesh):
         compiled = jax.jit(jax.grad(loss, argnums=(0, 1, 2))).lower(x, x, x).compile()
-    assert "tpu_custom_call" in compiled.as_text() and not aot.collectives(compiled.as_text())
+    assert "tpu_custom_call" in compiled.as_text() and not collectives.received(compiled.as_text())
     held = compiled.memory_analysis().temp_size_in_bytes
     assert held < heads // 2 * tokens**2 * 2  # no array of all logits

@@ -179,13 +179,30 @@ def test_the_guide_names_the_places_that_are_tested_and_commands_that_work(capsy
         assert "chip-hours" in capsys.readouterr().out
 
 
-def test_the_page_shows_the_committed_plans():
+def script(name):
+    """A module of benchmarks/, and the page of its results."""
     root = Path(__file__).parents[2]
-    spec = importlib.util.spec_from_file_location("scaling", root / "benchmarks/scaling.py")
-    scaling = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(scaling)
-    values, page = json.loads((root / "docs/plans.json").read_text()), (root / "docs/performance.md").read_text()
+    spec = importlib.util.spec_from_file_location(name, root / f"benchmarks/{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module, root / "docs"
+
+
+def test_the_page_shows_the_committed_plans():
+    scaling, docs = script("scaling")
+    values, page = json.loads((docs / "plans.json").read_text()), (docs / "performance.md").read_text()
     for rows in values["plans"].values():
         assert "\n".join(scaling.plans(rows)) in page
     for rows in values["growth"].values():
         assert "\n".join(scaling.scaling(rows)) in page
+
+
+def test_the_page_shows_the_programs_that_were_compiled_and_they_fit():
+    compiled, docs = script("compiled")
+    rows, page = json.loads((docs / "compiled.json").read_text()), (docs / "performance.md").read_text()
+    assert {(row["program"], row["config"], row["slice"], row["prompts"]) for row in rows} == set(compiled.jobs())
+    for lines in compiled.tables(rows).values():
+        assert "\n".join(lines) in page
+    for row in rows:
+        found, planned = row["compiler"], row["plan"]
+        assert row["layers"] is None and found["peak"] + planned["beside"] < planned["usable"], row

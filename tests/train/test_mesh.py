@@ -10,7 +10,7 @@ import pytest
 
 from densegrpo_jax import cli, parallel, policy
 from densegrpo_jax.config import Parallel
-from densegrpo_jax.plan import aot, recipe, search
+from densegrpo_jax.plan import aot, collectives, recipe, search
 from densegrpo_jax.plan.chips import topology
 from densegrpo_jax.rewards.base import host
 from densegrpo_jax.train import checkpoint, loop, metrics, phases
@@ -219,7 +219,7 @@ def test_what_devices_that_share_weights_receive_does_not_grow_with_their_trajec
         for rows in (16, 64):
             x, cond = np.zeros((rows, *model.shape), np.float32), model.encode(["a red circle"] * rows)
             inputs = parallel.over_rows(mesh, (x, np.full(rows, 0.5, np.float32), cond))
-            found = aot.collectives(program.lower(trained, model.params, *inputs).compile().as_text())
+            found = collectives.received(program.lower(trained, model.params, *inputs).compile().as_text())
             received.append(sum(size for _, size in found.values()))
     weights = sum(leaf.nbytes for leaf in jax.tree.leaves(model.params["network"]))
     assert received[1] < 1.2 * received[0] and received[1] < 3 * weights, (received, weights)
