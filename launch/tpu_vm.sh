@@ -84,7 +84,7 @@ case $action in
     token=${HF_TOKEN:+HF_TOKEN=$(printf '%q' "$HF_TOKEN") }
     ((dry_run)) && token=${HF_TOKEN:+'HF_TOKEN=... '}
     flags=${LIBTPU_INIT_ARGS:+LIBTPU_INIT_ARGS=$(printf '%q' "$LIBTPU_INIT_ARGS") }
-    train="train $(printf '%q' "${rest[0]}") --parallel.coordinator cluster$(((${#rest[@]} > 1)) && printf ' %q' "${rest[@]:1}")"
+    train="train $(printf '%q' "${rest[0]}") --parallel.coordinator cluster$( ((${#rest[@]} > 1)) && printf ' %q' "${rest[@]:1}")"
     on_all_hosts "cd densegrpo && mkdir -p logs && (${token}${flags}setsid nohup .venv/bin/densegrpo $train\
  >>logs/\$(hostname).log 2>&1 </dev/null & echo \$! >logs/pid) && echo \$(hostname) started"
     ;;
