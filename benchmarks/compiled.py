@@ -24,7 +24,7 @@ PLACES = (
     ("sd35_medium_pickscore_1024", "v6e:8x8"),
     ("sd35_medium_pickscore", "v4:2x2x2"),
 )
-GROWTH = ("v5e:2x4", "v5e:4x4", "v5e:8x8", "v5e:16x16")  # prompts per step grow with the chips, settings per chip stay
+GROWTH = ("v5e:16x16", "v5e:4x4", "v5e:8x8", "v5e:2x4")  # prompts per step grow with the chips, settings per chip stay
 GROWN = ("sample", "update")
 PROMPTS = 3  # per step and chip
 

@@ -87,7 +87,7 @@ def _rounds(loop: str, bodies: dict[str, list[str]]) -> int:
     if noted := re.search(r'known_trip_count":\{"n":"(\d+)"', loop):
         return int(noted[1])
     condition = bodies[re.search(r"condition=%?([\w.\-]+)", loop)[1]]
-    constants = dict(re.findall(r"%?([\w.\-]+) = s32\[\]\S* constant\((\d+)\)", "\n".join(condition)))
+    constants = dict(re.findall(r"%?([\w.\-]+) = [su]32\[\]\S* constant\((\d+)\)", "\n".join(condition)))
     compared = [re.search(r"ROOT .* compare\(([^)]*)\), direction=LT", line) for line in condition]
     ends = [constants[name] for found in compared if found for name in re.findall(r"[\w.\-]+", found[1]) if name in constants]
     if len(ends) != 1:
