@@ -129,6 +129,7 @@ def test_a_killed_calibration_ends_with_the_same_psi(tmp_path, start, kills):
     assert whole == parts
 
 
+@pytest.mark.slow
 def test_killed_around_a_collapse_the_same_command_stops_the_same(tmp_path, start):
     harmful = SMALL.replace("collapse-reward 0", "collapse-reward 0.1") + " --optimizer.learning-rate 0.3"
     command, log, whole, parts = f"train toy {harmful} --run.steps 40", tmp_path / "log", tmp_path / "whole", tmp_path / "parts"
