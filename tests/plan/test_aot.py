@@ -86,9 +86,7 @@ ENTRY %main (a: f32[8]) -> f32[8] {
 
 def test_what_is_in_a_loop_counts_as_often_as_it_runs():
     assert collectives.received(LOOPS) == {"all-gather": (3 * 5, 3 * 5 * 16), "all-reduce": (3, 3 * 8)}
-    assert collectives.received(LOOPS.replace("%five = s32", "%five = u32")) == collectives.received(
-        LOOPS
-    )  # the compiler's own
+    assert collectives.received(LOOPS.replace("%five = s32", "%five = u32")) == collectives.received(LOOPS)  # the compiler's own
     with pytest.raises(ValueError, match=r"does not say how many rounds it has: %while\.2"):
         collectives.received(LOOPS.replace("known_trip_count", "unknown"))
 
