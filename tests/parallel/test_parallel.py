@@ -1,5 +1,8 @@
 """The mesh of a run, and where arrays lie on it."""
 
+from types import SimpleNamespace
+from typing import NamedTuple
+
 import jax
 import numpy as np
 import pytest
@@ -86,3 +89,35 @@ def test_rows_lie_over_all_devices():
         parallel.over_rows(mesh, np.arange(12))
     for place in (parallel.over_rows, parallel.everywhere):  # one device: as ever
         assert place(None, np.ones(3)).sharding == jax.numpy.ones(3).sharding
+
+
+class Device(NamedTuple):
+    process_index: int
+
+
+def test_rows_that_several_processes_hold_are_the_first_ones(monkeypatch):
+    """Four processes of a device each; 0 and 1 hold the first half of the rows, 2 and 3 the second."""
+    rows, array = np.arange(6), np.arange(12.0).reshape(6, 2)
+    devices = [Device(process) for process in range(4)]
+    halves = [(slice(0, 3), slice(None)), (slice(3, 6), slice(None))]
+
+    class Spread:
+        shape, dtype, is_fully_replicated = array.shape, array.dtype, False
+        sharding = SimpleNamespace(devices_indices_map=lambda shape: {device: halves[device.process_index // 2] for device in devices})
+
+        def __init__(self, process):
+            index = halves[process // 2]
+            self.addressable_shards = [SimpleNamespace(index=index, data=array[index[0]])]
+
+        def __len__(self):
+            return len(array)
+
+    monkeypatch.setattr(parallel.processes.jax, "process_count", lambda: 4)
+    taken = []
+    for process in range(4):
+        monkeypatch.setattr(parallel.processes.jax, "process_index", lambda process=process: process)
+        found, part = parallel.mine(rows, Spread(process))
+        assert found.dtype == rows.dtype and part.dtype == array.dtype and part.shape[1:] == (2,)
+        np.testing.assert_array_equal(part, array[found])
+        taken.append(found.tolist())
+    assert taken == [[0, 1, 2], [], [3, 4, 5], []]
