@@ -7,6 +7,7 @@ Needs libtpu (extra `tpu`) and no TPU. Each program takes minutes of a core; res
 
 import argparse
 import json
+from functools import cache
 from importlib.metadata import version
 from pathlib import Path
 
@@ -47,10 +48,21 @@ def settings_of(recipe: recipes.Recipe, where, growing: bool) -> Settings:
     return found._replace(**scaled)
 
 
+@cache
+def recipe_of(name: str, prompts: int | None) -> recipes.Recipe:
+    config = cli.load_config(name)
+    return recipes.read(config if prompts is None else change(config, prompts={"per_step": prompts}))
+
+
+def planned(row: dict) -> dict:
+    """A row with what the plan says today of the settings that it was compiled with."""
+    recipe, where = recipe_of(row["config"], row["prompts"]), topology(row["slice"])
+    return row | {"plan": aot.estimates(row["program"], recipe, Settings(**row["settings"]), where)}
+
+
 def measure(program: str, name: str, place: str, prompts: int | None, layers: int | None) -> dict:
     """One program: what the compiler says, and what the plan does."""
-    where, config = topology(place), cli.load_config(name)
-    recipe = recipes.read(config if prompts is None else change(config, prompts={"per_step": prompts}))
+    recipe, where = recipe_of(name, prompts), topology(place)
     settings = settings_of(recipe, where, prompts is not None)
     return {
         "program": program, "config": name, "slice": place, "prompts": prompts, "chips": where.count, "layers": layers,
@@ -85,7 +97,8 @@ def main() -> None:
     parser.add_argument("--only", nargs="*", default=[], help="programs or slices; all by default")
     parser.add_argument("--layers", type=int, help="fewer layers, for a try")
     arguments = parser.parse_args()
-    rows = json.loads(arguments.json.read_text()) if arguments.json.exists() else []
+    rows = [planned(row) for row in json.loads(arguments.json.read_text())] if arguments.json.exists() else []
+    refused = []
     for program, name, where, prompts in jobs():
         done = any((row["program"], row["config"], row["slice"], row["prompts"]) == (program, name, where, prompts) for row in rows)
         if done or (arguments.only and not {program, where} & set(arguments.only)):
@@ -95,11 +108,15 @@ def main() -> None:
             rows.append(measure(program, name, where, prompts, arguments.layers))
         except ValueError as error:
             print(f"  {error}", flush=True)
+            refused.append(f"{program} of {name} on {where}")
             continue
         print(f"  {rows[-1]['compiler']}", flush=True)
         arguments.json.write_text(json.dumps(rows, indent=1) + "\n")
+    arguments.json.write_text(json.dumps(rows, indent=1) + "\n")
     for name, lines in tables(rows).items():
         print("\n".join(["", f"{name}:", "", *lines]))
+    if refused:
+        raise SystemExit(f"not compiled: {'; '.join(refused)}")
 
 
 if __name__ == "__main__":

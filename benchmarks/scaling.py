@@ -14,15 +14,10 @@ from densegrpo_jax.plan import command, roofline, search
 from densegrpo_jax.plan import recipe as recipes
 from densegrpo_jax.plan.chips import GIB, topology
 from densegrpo_jax.plan.memory import memory
+from densegrpo_jax_configs import places
 from densegrpo_jax_configs.variants import change
 
 EFFICIENCY = 0.4
-PLACES = {
-    "sd35_medium_pickscore": ("v4:2x2x2", "v5e:4x4", "v5p:2x2x1", "v6e:2x4", "a100-80:8", "h100:8", "h200:1", "h200:8"),
-    "sd35_medium_ocr": ("v5e:4x4", "v6e:2x4", "h100:8"),
-    "sd35_medium_pickscore_1024": ("v5p:2x2x2", "v6e:8x8", "h100:8", "h200:8"),
-    "flux_dev_pickscore": ("v5p:2x2x1", "v6e:2x4", "h100:8", "h200:1", "h200:8"),
-}
 GROWTH = {"v5e": ("2x4", "4x4", "8x8", "16x16"), "v6e": ("2x4", "4x4", "8x8", "16x16")}  # prompts per step grow with the chips
 PROMPTS = 3  # per step and chip
 OCR_SECONDS = 0.26  # of one core for an image; docs/ocr.json, "page"
@@ -58,7 +53,7 @@ def growth(name: str, kind: str, shapes: tuple[str, ...]) -> list[dict]:
         row = place(recipes.read(config), where.name) | {"chips": where.count}
         if "refused" not in row:
             row["host_images_per_second"] = 11 * 24 * PROMPTS * where.count / row["seconds_per_step"]
-            row["ocr_cores_per_host"] = row["host_images_per_second"] / (where.count / where.chip.per_host) * OCR_SECONDS
+            row["ocr_cores_per_host"] = row["host_images_per_second"] / where.hosts * OCR_SECONDS
         rows.append(row)
     return rows
 
@@ -70,17 +65,28 @@ def main() -> None:
     arguments = parser.parse_args()
     result = {"efficiency": EFFICIENCY, "plans": {}, "growth": {}}
 
-    for name, places in PLACES.items() if not arguments.quick else [("sd35_medium_pickscore", ("v6e:2x4",))]:
+    for name in ("sd35_medium_pickscore",) if arguments.quick else places.PLACES:
         recipe = recipes.read(cli.load_config(name))
-        rows = result["plans"][name] = [place(recipe, where) for where in places]
+        known = [places.topology(f"{name}:{where}") for where in places.of(name)]
+        rows = result["plans"][name] = [place(recipe, where) for where in known[: 1 if arguments.quick else None]]
         print(f"\n{name}: {recipe.price.evaluations} evaluations, {len(recipe.tables.scheme) + 1} images a trajectory\n")
         print("\n".join(plans(rows)))
     for kind, shapes in GROWTH.items() if not arguments.quick else [("v6e", ("2x4", "4x4"))]:
         rows = result["growth"][kind] = growth("sd35_medium_pickscore", kind, shapes)
         print(f"\nweak scaling on {kind}: sd35_medium_pickscore with {PROMPTS} prompts per step and chip\n")
         print("\n".join(scaling(rows)))
+    print("\nfor docs/launching.md\n\n" + "\n".join(guide(result["plans"])))
     if arguments.json:
         arguments.json.write_text(json.dumps(result, indent=1) + "\n")
+
+
+def guide(plans: dict[str, list[dict]]) -> list[str]:
+    """Places and what they cost, a row a config."""
+    cells = [
+        (f"`{name}`", ", ".join(f"`{row['topology'].replace(':', '-')}` {row['chip_hours']:,.0f}" for row in rows))
+        for name, rows in plans.items()
+    ]
+    return ["| config | places, and chip-hours of the recipe |", "| --- | --- |", *(f"| {' | '.join(row)} |" for row in cells)]
 
 
 def plans(rows: list[dict]) -> list[str]:

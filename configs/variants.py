@@ -124,14 +124,15 @@ VARIANTS: dict[str, Callable[[Config], Config]] = {
 """By name, as they follow the colon."""
 
 
-def apply(config: Config, names: list[str]) -> Config:
-    """The config with variants applied in order; its work folder gets their names.
+def apply(config: Config, names: list[str], places: dict[str, Callable[[Config], Config]]) -> Config:
+    """The config with variants and places applied in order; its work folder gets the variants' names, as a run may change its place.
 
     Raises:
-      ValueError: an unknown variant, with the known ones.
+      ValueError: an unknown name, with the known ones.
     """
     for name in names:
-        if name not in VARIANTS:
-            raise ValueError(f"no variant {name!r}; there are: {', '.join(VARIANTS)}")
-        config = VARIANTS[name](config)
-    return change(config, run={"workdir": Path("-".join([str(config.run.workdir), *names]))})
+        if name not in VARIANTS | places:
+            where = f", and as places {', '.join(places)}" if places else ""
+            raise ValueError(f"no variant {name!r}; there are: {', '.join(VARIANTS)}{where}")
+        config = (VARIANTS | places)[name](config)
+    return change(config, run={"workdir": Path("-".join([str(config.run.workdir), *(name for name in names if name in VARIANTS)]))})

@@ -14,6 +14,7 @@ import tyro
 import densegrpo_jax_configs
 from densegrpo_jax import __version__
 from densegrpo_jax.config import Config
+from densegrpo_jax_configs import places
 from densegrpo_jax_configs.variants import VARIANTS, apply
 
 CONFIGS = Path(densegrpo_jax_configs.__file__).parent
@@ -33,6 +34,9 @@ def main(argv: list[str] | None = None) -> int:
         return 2
     try:
         return COMMANDS[argv[0]](argv[1:])
+    except BrokenPipeError:  # what is printed goes to `head` or the like, which has enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # else Python complains at its end
+        return 1
     except (ValueError, OSError) as error:
         print(f"densegrpo {argv[0]}: {error}", file=sys.stderr)
         return 2
@@ -49,7 +53,8 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def load_config(name: str) -> Config:
-    """The config of a file or of a name in configs/, with variants after colons: "toy", "configs/toy.py", "toy:flow_grpo:cps".
+    """The config of a file or of a name in configs/, with variants and places after colons: "toy", "configs/toy.py", "toy:flow_grpo:cps",
+    "sd35_medium_pickscore:v6e-2x4".
 
     Raises:
       ValueError: no such file or variant, or a file without `get_config`; lists what there is.
@@ -72,7 +77,7 @@ def load_config(name: str) -> Config:
         raise ValueError(f"{path}: {kind}{error}") from error
     if not isinstance(config, Config):
         raise ValueError(f"{path}: get_config() returns a densegrpo_jax.config.Config, not {type(config).__name__}")
-    return apply(config, variants) if variants else config
+    return apply(config, variants, places.of(path.stem)) if variants else config
 
 
 def one_arena() -> None:
@@ -89,6 +94,7 @@ def _train(argv: list[str]) -> int:
     """train CONFIG [--section.field VALUE ...]    fine-tune; the same command again continues"""
     if not argv or argv[0] in ("-h", "--help"):
         print(f"densegrpo {_train.__doc__}\n\nconfigs:\n{_list_configs()}\n\nvariants of any of them, CONFIG:VARIANT:\n{_list_variants()}")
+        print(f"\nplaces that the full-size ones are set for, CONFIG:PLACE (for others `densegrpo plan --search`):\n{_list_places()}")
         print("\n`densegrpo train CONFIG --help` explains every field.")
         return 0
     config = tyro.cli(Config, default=load_config(argv[0]), args=argv[1:], prog=f"densegrpo train {argv[0]}")
@@ -126,7 +132,7 @@ def _plan(argv: list[str]) -> int:
     if not argv or argv[0] in ("-h", "--help"):
         print(f"densegrpo {_plan.__doc__}\n\nconfigs:\n{_list_configs()}\n\n`densegrpo plan CONFIG --help` explains every field.")
         return 0
-    default = command.Plan(load_config(argv[0]))
+    default = command.Plan(load_config(argv[0]), topology=places.topology(argv[0]) or command.Plan.topology)
     return command.main(tyro.cli(command.Plan, default=default, args=argv[1:], prog=f"densegrpo plan {argv[0]}"), argv[0])
 
 
@@ -225,7 +231,7 @@ def _overview() -> str:
 
 def _list_configs() -> str:
     rows = []
-    for path in sorted(set(CONFIGS.glob("*.py")) - {CONFIGS / "__init__.py", CONFIGS / "variants.py"}):
+    for path in sorted(set(CONFIGS.glob("*.py")) - {CONFIGS / "__init__.py", CONFIGS / "variants.py", CONFIGS / "places.py"}):
         first = path.read_text().lstrip().removeprefix('"""').splitlines()[0].removesuffix('"""')
         rows.append(f"  {path.stem:<26} {first}")
     return "\n".join(rows)
@@ -233,3 +239,7 @@ def _list_configs() -> str:
 
 def _list_variants() -> str:
     return "\n".join(f"  {name:<26} {function.__doc__}" for name, function in VARIANTS.items())
+
+
+def _list_places() -> str:
+    return "\n".join(f"  {name:<26} {', '.join(known)}" for name, known in places.PLACES.items())

@@ -7,7 +7,7 @@ from densegrpo_jax import cli, config, flow, rewards
 from densegrpo_jax.train import phases
 from densegrpo_jax_configs.variants import VARIANTS
 
-NAMES = sorted(path.stem for path in cli.CONFIGS.glob("*.py") if path.stem not in ("__init__", "variants"))
+NAMES = sorted(path.stem for path in cli.CONFIGS.glob("*.py") if path.stem not in ("__init__", "variants", "places"))
 
 
 def test_configs_are_listed_with_a_line_each(capsys):

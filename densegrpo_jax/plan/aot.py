@@ -127,11 +127,9 @@ def compared(name: str, recipe: Recipe, settings: Settings, where: Topology, lay
       layers: compile fewer of them (tests).
 
     Returns:
-      "compiler", the fields of `Compiled`; "calls_per_step" of the program; "collective_bytes" that a chip receives in them; "plan":
-      "during" and "received", its estimates of temporary and received bytes, "beside", what lies in the memory and is no argument of the
-      program, and "usable".
+      "compiler", the fields of `Compiled`; "calls_per_step" of the program; "collective_bytes" that a chip receives in them; "plan", see
+      `estimates`.
     """
-    needed, bounds = memory(recipe, settings, where), roofline.phases(recipe, settings, where)
     found = compile_phase(name, recipe if layers is None else recipe._replace(configs=with_layers(recipe.configs, layers)), settings, where)
     pieces = recipe.trajectories // settings.chunk if recipe.elsewhere else 1
     calls = {"sample": pieces, "update": recipe.config.optimizer.updates}.get(name, 1)
@@ -139,12 +137,19 @@ def compared(name: str, recipe: Recipe, settings: Settings, where: Topology, lay
         "compiler": found._asdict(),
         "calls_per_step": calls,
         "collective_bytes": calls * sum(size for _, size in found.collectives.values()),
-        "plan": {
-            "during": max(needed.during[phase] for phase in PHASES[name] if phase in needed.during),
-            "beside": needed.resident["text encoders"] + needed.resident["scorers"],
-            "received": sum(phase.received for phase in bounds if phase.name in PHASES[name]),
-            "usable": where.chip.hbm,
-        },
+        "plan": estimates(name, recipe, settings, where),
+    }
+
+
+def estimates(name: str, recipe: Recipe, settings: Settings, where: Topology) -> dict[str, float]:
+    """What the plan says of a program, in bytes of each chip: "during" and "received" are its estimates of temporary and received ones,
+    "beside" is what lies in the memory and is no argument of the program, and "usable" the memory."""
+    needed, bounds = memory(recipe, settings, where), roofline.phases(recipe, settings, where)
+    return {
+        "during": max(needed.during[phase] for phase in PHASES[name] if phase in needed.during),
+        "beside": needed.resident["text encoders"] + needed.resident["scorers"],
+        "received": sum(phase.received for phase in bounds if phase.name in PHASES[name]),
+        "usable": where.chip.hbm,
     }
 
 

@@ -24,7 +24,8 @@ class Chip(NamedTuple):
       bandwidth: of the memory, bytes/s.
       link: bytes/s that a chip receives from its neighbours, along one axis of a slice (TPU, both directions) or over NVLink (GPU).
       network: bytes/s that a chip receives from another box; TPU slices have none inside, and plan does not span slices.
-      per_host: chips that one process drives.
+      per_host: chips that one process drives, where there are several.
+      alone: chips of the largest slice or box that has one host.
       dims: number of axes of a topology's name.
     """
 
@@ -37,20 +38,21 @@ class Chip(NamedTuple):
     link: float
     network: float
     per_host: int
+    alone: int
     dims: int
 
 
 CHIPS = {
     chip.name: chip
     for chip in (
-        Chip("v4", "tpu", 30.5 * GIB, 2.75e14, 2.75e14, 1.2e12, 9e10, math.inf, 4, 3),
-        Chip("v5e", "tpu", 15.75 * GIB, 1.97e14, 1.97e14, 8.2e11, 9e10, math.inf, 4, 2),
-        Chip("v5p", "tpu", 95.74 * GIB, 4.59e14, 4.59e14, 2.8e12, 1.8e11, math.inf, 4, 3),
-        Chip("v6e", "tpu", 31.25 * GIB, 9.20e14, 9.20e14, 1.6e12, 1.8e11, math.inf, 4, 2),
-        Chip("a100-40", "gpu", 0.92 * 40e9, 3.12e14, 1.56e14, 1.555e12, 3e11, 2.5e10, 8, 1),
-        Chip("a100-80", "gpu", 0.92 * 80e9, 3.12e14, 1.56e14, 2.039e12, 3e11, 2.5e10, 8, 1),
-        Chip("h100", "gpu", 0.92 * 80e9, 9.89e14, 4.94e14, 3.35e12, 4.5e11, 5e10, 8, 1),
-        Chip("h200", "gpu", 0.92 * 141e9, 9.89e14, 4.94e14, 4.8e12, 4.5e11, 5e10, 8, 1),
+        Chip("v4", "tpu", 30.5 * GIB, 2.75e14, 2.75e14, 1.2e12, 9e10, math.inf, 4, 4, 3),
+        Chip("v5e", "tpu", 15.75 * GIB, 1.97e14, 1.97e14, 8.2e11, 9e10, math.inf, 4, 8, 2),
+        Chip("v5p", "tpu", 95.74 * GIB, 4.59e14, 4.59e14, 2.8e12, 1.8e11, math.inf, 4, 4, 3),
+        Chip("v6e", "tpu", 31.25 * GIB, 9.20e14, 9.20e14, 1.6e12, 1.8e11, math.inf, 4, 8, 2),
+        Chip("a100-40", "gpu", 0.92 * 40e9, 3.12e14, 1.56e14, 1.555e12, 3e11, 2.5e10, 8, 8, 1),
+        Chip("a100-80", "gpu", 0.92 * 80e9, 3.12e14, 1.56e14, 2.039e12, 3e11, 2.5e10, 8, 8, 1),
+        Chip("h100", "gpu", 0.92 * 80e9, 9.89e14, 4.94e14, 3.35e12, 4.5e11, 5e10, 8, 8, 1),
+        Chip("h200", "gpu", 0.92 * 141e9, 9.89e14, 4.94e14, 4.8e12, 4.5e11, 5e10, 8, 8, 1),
     )
 }
 
@@ -81,12 +83,17 @@ class Topology(NamedTuple):
     @property
     def hosts(self) -> int:
         """Processes of a run."""
-        return -(-self.count // self.chip.per_host)
+        return 1 if self.count <= self.chip.alone else -(-self.count // self.chip.per_host)
+
+    @property
+    def per_host(self) -> int:
+        """Chips that a process of a run drives."""
+        return self.count if self.hosts == 1 else self.chip.per_host
 
     @property
     def link(self) -> float:
         """Bytes/s that a chip receives in a collective over all chips: the slower of link and network, where there is a network."""
-        return self.chip.link if self.count <= self.chip.per_host else min(self.chip.link, self.chip.network)
+        return self.chip.link if self.hosts == 1 else min(self.chip.link, self.chip.network)
 
 
 def topology(name: str) -> Topology:

@@ -36,6 +36,8 @@ class Plan:
     finds. Takes minutes a phase."""
     efficiency: float = 0.4
     """Part of the roofline's speed that costs are given for; what a run reaches has to be measured."""
+    price: float | None = None
+    """Of a chip and hour, in any currency: what the run costs is said too."""
     json: Path | None = None
     """Also write everything as JSON."""
 
@@ -48,6 +50,8 @@ def main(command: Plan, name: str = "") -> int:
     """
     if not 0.0 < command.efficiency <= 1.0:
         raise ValueError(f"efficiency = {command.efficiency}: a part of the roofline's speed, above 0 and at most 1")
+    if command.price is not None and not 0.0 < command.price < float("inf"):
+        raise ValueError(f"price = {command.price}: what a chip costs an hour, above 0")
     where, recipe = topology(command.topology), recipes.read(command.config)
     fsdp = command.config.parallel.fsdp if command.fsdp is None else command.fsdp
     settings = search.search(recipe, where) if command.search else search.configured(recipe, where, fsdp)
@@ -56,6 +60,8 @@ def main(command: Plan, name: str = "") -> int:
     if not search.fits(needed, where):
         raise ValueError(f"{search.excess(recipe, settings, where)}. `--search` finds settings that fit, if there are any")
     price = costs(recipe, steps, where, command.efficiency)
+    if command.price is not None:
+        price["money"] = price["chip_hours"] * command.price
     columns = completions(recipe, where, settings, command.efficiency)
     print("\n".join(["", *_costs(price, recipe, command.efficiency), "", *_completions(columns)]))
     compiled = {}
@@ -223,7 +229,8 @@ def _costs(price: dict[str, float], recipe: Recipe, efficiency: float) -> list[s
         f"at {efficiency:.0%} of the roofline: {price['seconds_per_step']:.1f} s and "
         f"{price['chip_seconds_per_step']:,.0f} chip-seconds a step, "
         f"{price['images_per_chip_second']:.2f} images/s/chip, MFU {price['mfu']:.0%}",
-        f"the recipe of {recipe.config.run.steps} steps: {price['chip_hours']:,.0f} chip-hours",
+        f"the recipe of {recipe.config.run.steps} steps: {price['chip_hours']:,.0f} chip-hours"
+        + (f", {price['money']:,.0f} at the price given" if "money" in price else ""),
     ]
 
 

@@ -90,7 +90,7 @@ def memory(recipe: Recipe, settings: Settings, where: Topology) -> Memory:
     if r.vision:
         patches = FORWARD * 257 * r.vision.widest * FLOAT32 + LOGITS * r.vision.largest_logits
         pixels = 4 * 3 * height * breadth * FLOAT32
-        during["reward"] = SCORED_AT_ONCE / min(where.count, where.chip.per_host) * (patches + pixels) + images
+        during["reward"] = SCORED_AT_ONCE / where.per_host * (patches + pixels) + images
     trained = FLOAT32 * r.adapter
     rows = micro * branches
     if recomputes(config):

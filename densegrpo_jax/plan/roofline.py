@@ -2,9 +2,11 @@
 
 The frozen weights may be sharded over `fsdp` chips, which gather them layer by layer in every network call. Trajectories are spread over
 all chips, or over groups of `tensor` chips that compute each together and sum what attention and the feed-forward layers give; adapters
-are replicated, and their gradients summed over all chips after every micro-batch.
+are replicated, and their gradients summed over all chips in every update. The pairs of a micro-batch are wherever the shuffle found
+them, so that their latents and noise are brought together by a sum over all chips.
 """
 
+import math
 from typing import NamedTuple
 
 from densegrpo_jax.plan.chips import CHIPS, Topology
@@ -114,11 +116,11 @@ def phases(recipe: Recipe, settings: Settings, topology: Topology) -> list[Phase
         """Bytes that one chip receives where a group sums what attention and feed-forward layers give, forward or backward."""
         return passes * summed * 2 * network.depth * tokens * network.widest * width
 
-    def forward(name: str, evaluations: float, useful: float, calls: float, rows: float) -> Phase:
+    def forward(name: str, evaluations: float, useful: float, calls: float, rows: float, brought: float = 0.0) -> Phase:
         moved = touched(network, rows * evaluations * r.branches, width) + read(calls)
         return phase(
             name, evaluations, rows * evaluations * r.branches * per_pass, rows * useful * r.branches * network.flops, moved,
-            calls * weights * shared + reduced(rows * evaluations * r.branches),
+            calls * weights * shared + reduced(rows * evaluations * r.branches) + brought,
         )  # fmt: skip
 
     # --- encode (each process its own prompts), sample, complete
@@ -146,8 +148,11 @@ def phases(recipe: Recipe, settings: Settings, topology: Topology) -> list[Phase
     # --- update
     pairs, steps = B * r.trained_steps, r.trained_steps
     micro = pairs / s.micro_batch
+    numbers, others = math.prod(r.latent), (n // s.tensor - 1) / (n // s.tensor)  # of a latent; of those who hold trajectories, the others
     if recomputes(config):
-        result.append(forward("recompute", steps, steps, micro, B))
+        back = pairs * numbers * others * 2 * FLOAT32  # velocity and noise, to where their trajectory is
+        fetched = pairs * numbers * others * 2 * 4 * FLOAT32  # two latents, velocity and noise; a sum goes around twice
+        result.append(forward("recompute", steps, steps, micro, B, fetched + back))
     reference = config.objective.beta > 0.0
     full = config.adapter.rank == 0
     once = network.linear * (3 if full else 2) + network.attention * 3 + network.adapter * 3
@@ -158,7 +163,8 @@ def phases(recipe: Recipe, settings: Settings, topology: Topology) -> list[Phase
     if reference:
         moved += touched(network, pairs * r.branches, width)
     moved += micro * 2 * FLOAT32 * trained + config.optimizer.updates * 10 * FLOAT32 * trained
-    received = micro * ((2 + reference) * weights * shared + 2 * FLOAT32 * trained * (n - 1) / n)
+    received = micro * (2 + reference) * weights * shared + config.optimizer.updates * 2 * FLOAT32 * trained * (n - 1) / n
+    received += pairs * numbers * others * 2 * (width + 2 * FLOAT32)  # a latent as the network reads it, velocity and noise
     passes = pairs * r.branches
     received += reduced((2 + s.remat + reference) * passes)
     result.append(phase("update", steps * (1 + reference), passes * (once + base + again), passes * (once + base), moved, received))

@@ -26,6 +26,10 @@ from densegrpo_jax.train import files, metrics
 from densegrpo_jax.train.state import TrainState
 
 FREE_TO_CHANGE = ("run", "evaluation", "reward_server", "parallel")  # sections of the config that a continued run may change
+FREE_FIELDS = (  # and fields of others: in which pieces and by which programs the same numbers are computed, to rounding
+    "model.attention", "model.scan_unroll", "sampling.chunk", "sampling.decode_chunk", "completion.tile", "optimizer.micro_batch",
+    "optimizer.remat",
+)  # fmt: skip
 
 
 def save(config: Config, state: TrainState) -> None:
@@ -213,11 +217,12 @@ def settle_config(config: Config) -> None:
 
 
 def _fixed_fields(values: dict) -> dict:
-    """What identifies a run: every field outside the free sections, and the seed. Reward servers may move."""
+    """What identifies a run: every field that is not free, and the seed. Reward servers may move."""
     flat = {"run.seed": values["run"]["seed"]}
     for section, fields in values.items():
         if section not in FREE_TO_CHANGE:
             flat |= {f"{section}.{name}": v for name, v in fields.items()} if isinstance(fields, dict) else {section: fields}
+    flat = {name: value for name, value in flat.items() if name not in FREE_FIELDS}
     flat["rewards"] = [re.sub("@http[^=]*", "", entry) for entry in values["rewards"]]
     return flat
 

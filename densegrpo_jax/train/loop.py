@@ -127,7 +127,7 @@ def _run(
         measured = evaluate(_averaged(config, state) if done else None, done, measured)
     checkpoint.retain(config)  # a kill may have come between an evaluation and this
     _stop_if_sick(config, history, measured)  # as a kill may have come between the verdict and its report
-    work = speed.work(config, tables, parallel.count(config.parallel))
+    work = speed.meter(config, parallel.count(config.parallel))
     complained: set[tuple[str, str]] = set()  # what is wrong with which reward
     recent: list[float] = []  # seconds of the last steps
     shown = {"disable": not (metrics.is_terminal() and parallel.primary()), "unit": "step", "dynamic_ncols": True}
@@ -185,7 +185,7 @@ def _run(
         record = _record(config, step, tables, total, scored, levels, result, groups, updates, order, began)
         sampling = rewarded - began
         record["phase_seconds"] = {"sampling_and_scoring": sampling, "updates": record["seconds"] - sampling}
-        record["speed"] = speed.speed(work, record["seconds"], speed.compiled() - compiled)
+        record["speed"] = speed.speed(work(tables), record["seconds"], speed.compiled() - compiled)
         record["recomputed"] = drift is not None
         record["log_prob_drift"] = record["log_ratio_before"] if drift is None else step_metrics(drift, tables.trained)
         record["images"], finite = _image_statistics(clean[-1], pixels)

@@ -1,5 +1,6 @@
 """How fast a training step ran: images, evaluations of the network and useful FLOPs of each device and second, memory, and compilation."""
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
@@ -25,7 +26,7 @@ jax.monitoring.register_event_duration_secs_listener(_listen)
 
 
 class Work(NamedTuple):
-    """What every training step does, on all devices together.
+    """What a training step does, on all devices together.
 
     Attributes:
       images: decoded and scored.
@@ -42,23 +43,27 @@ class Work(NamedTuple):
     devices: int
 
 
-def work(config: Config, tables: Sampler, devices: int) -> Work:
-    """The work of a training step.
+def meter(config: Config, devices: int) -> Callable[[Sampler], Work]:
+    """What says, of the tables of a training step, its work.
 
     Args:
       config: the run; its model is on this machine.
-      tables: of any training step.
       devices: of the run.
     """
-    c, batch = config.completion, batch_size(config)
-    price = cost(config.sampling.num_steps, tables.scheme, tile=c.tile, tail=c.tail)
-    flops = None
+    recipe = None
     if config.model.path != "toy":
         folder = pipeline.find_folder(policies.folder(config.model.path), config.model.variant)
-        flops = roofline.useful(recipes.read(change(config, model={"path": str(folder)})))
+        recipe = recipes.read(change(config, model={"path": str(folder)}))
     chip, half = chips.of_device(jax.devices()[0].device_kind), config.model.dtype == "bfloat16"
     peak = devices * (chip.peak if half else chip.peak_float32) if chip else None
-    return Work(batch * (len(tables.scheme) + 1), batch * price.evaluations, flops, peak, devices)
+
+    def work(tables: Sampler) -> Work:
+        c, batch = config.completion, batch_size(config)
+        price = cost(config.sampling.num_steps, tables.scheme, tile=c.tile, tail=c.tail)
+        flops = recipe and roofline.useful(recipe._replace(tables=tables, price=price))
+        return Work(batch * (len(tables.scheme) + 1), batch * price.evaluations, flops, peak, devices)
+
+    return work
 
 
 def compiled() -> float:

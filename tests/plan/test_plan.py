@@ -11,15 +11,8 @@ from densegrpo_jax import cli
 from densegrpo_jax.plan import command, memory, roofline, search
 from densegrpo_jax.plan import recipe as recipes
 from densegrpo_jax.plan.chips import CHIPS, GIB, topology
+from densegrpo_jax_configs import places
 from densegrpo_jax_configs.variants import change
-
-FULL_SIZE = {  # config -> where it is meant to run; docs/launching.md names the same
-    "sd35_medium_pickscore": ("v5e:4x4", "v5p:2x2x1", "v6e:2x4", "v4:2x2x2", "h100:8", "h200:1", "a100-80:8"),
-    "sd35_medium_geneval": ("v6e:4x4", "h100:8"),
-    "sd35_medium_ocr": ("v6e:4x4", "h100:8"),
-    "sd35_medium_pickscore_1024": ("v6e:8x8", "v5p:2x2x2", "h200:8"),
-    "flux_dev_pickscore": ("v5p:2x2x2", "v6e:4x4", "h100:8", "h200:8"),
-}
 
 
 @pytest.fixture(scope="module")
@@ -31,18 +24,28 @@ def bound(recipe, settings, name):
     return {phase.name: phase for phase in roofline.phases(recipe, settings, topology(name))}
 
 
-@pytest.mark.parametrize("name", FULL_SIZE)
-def test_every_full_size_config_has_settings_that_fit_where_it_is_meant_to_run(name):
+@pytest.mark.parametrize("name", places.PLACES)
+def test_every_place_of_a_config_fits_and_is_what_is_found_for_it(name):
     recipe = recipes.read(cli.load_config(name))
-    for where in map(topology, FULL_SIZE[name]):
-        chosen = search.search(recipe, where)
-        assert search.fits(memory.memory(recipe, chosen, where), where)
-        assert all(getattr(chosen, field) % where.count == 0 for field in ("chunk", "micro_batch", "decode_chunk"))
-        config = change(
-            recipe.config, sampling={"chunk": chosen.chunk, "decode_chunk": chosen.decode_chunk},
-            optimizer={"micro_batch": chosen.micro_batch},
-        )  # fmt: skip
-        assert search.configured(recipe._replace(config=config), where, chosen.fsdp)[:4] == chosen[:4]  # as the trainer takes them
+    for place in places.of(name):
+        config, where = cli.load_config(f"{name}:{place}"), topology(places.topology(f"{name}:{place}"))
+        settings = search.configured(recipe._replace(config=config), where, config.parallel.fsdp)  # as the trainer takes them
+        assert search.fits(memory.memory(recipe, settings, where), where)
+        assert all(getattr(settings, field) % where.count == 0 for field in ("chunk", "micro_batch", "decode_chunk"))
+        assert settings == search.search(recipe, where), f"{name}:{place}"
+        assert config.run == recipe.config.run  # the same work folder, as a run may go on in another place
+
+
+def test_a_config_at_a_place_is_planned_there(capsys):
+    assert cli.main(["plan", "sd35_medium_pickscore:n2:v6e-2x4", "--price", "2"]) == 0
+    out = capsys.readouterr().out
+    assert "on v6e:2x4: 8 chips" in out
+    hours, money = (int(n.replace(",", "")) for n in re.search(r"([\d,]+) chip-hours, ([\d,]+) at the price given", out).groups())
+    assert abs(money - 2 * hours) <= 1
+    assert places.topology("configs/flux_dev_pickscore.py:h100-8") == "h100:8"
+    assert [places.topology(name) for name in ("toy", "toy:h100-8", "sd35_medium_pickscore:cps")] == [None] * 3
+    assert cli.main(["plan", "sd35_medium_pickscore:v6e-3x3"]) == 2
+    assert "and as places v5e-4x4" in capsys.readouterr().err
 
 
 def test_the_paper_s_evaluations_and_images(pickscore):
@@ -137,6 +140,7 @@ def test_what_does_not_fit_is_refused_with_the_bytes_and_a_remedy(capsys):
         (["sd35_medium_pickscore", "--topology", "h100:7"], "choose per_step from"),
         (["sd35_medium_pickscore", "--model.path", "somebody/else"], "its shape is not known; known are stabilityai"),
         (["sd35_medium_pickscore", "--efficiency", "1.5"], "at most 1"),
+        (["sd35_medium_pickscore", "--price", "-1"], "what a chip costs an hour, above 0"),
     ],
 )
 def test_bad_input_is_refused_by_name(arguments, message, capsys):
@@ -161,17 +165,18 @@ def test_full_fine_tuning_holds_four_copies_of_the_weights(pickscore):
 
 def test_topologies():
     assert topology("v5p:2x2x2").count == 8 and topology("v5e:4x4").name == "v5e:4x4"
+    hosts = {"v6e:2x4": 1, "v6e:4x4": 4, "v5e:2x2": 1, "v5p:2x2x1": 1, "v5p:2x2x2": 2, "h100:8": 1, "h100:16": 2}
+    assert {name: topology(name).hosts for name in hosts} == hosts
     assert topology("h100:16").link == CHIPS["h100"].network < topology("h100:8").link
     assert all(chip.peak >= chip.peak_float32 > 0 for chip in CHIPS.values())
 
 
-def test_the_guide_names_the_places_that_are_tested_and_commands_that_work(capsys):
+def test_the_guide_names_places_that_there_are_and_commands_that_work(capsys):
     guide = (Path(__file__).parents[2] / "docs/launching.md").read_text()
-    named = {}
-    for row in re.findall(r"^\| `sd35.*|^\| `flux.*", guide, re.M):
-        configs, places = ([word for word in re.findall(r"`([^`]+)`", cell)] for cell in row.strip("|").split("|")[:2])
-        named |= {config: tuple(places) for config in configs}
-    assert {config: set(places) for config, places in named.items()} == {config: set(places) for config, places in FULL_SIZE.items()}
+    scaling, docs = script("scaling")
+    assert "\n".join(scaling.guide(json.loads((docs / "plans.json").read_text())["plans"])) in guide
+    named = re.findall(r"\b(?:sd35|flux)\w+:[\w-]+", guide)
+    assert len(named) >= 7 and all(places.topology(name) for name in named)
     commands = re.findall(r"^densegrpo (plan .*?)(?: --json .*)?$", guide, re.M)
     assert len(commands) >= 2
     for line in commands:
@@ -191,8 +196,9 @@ def script(name):
 def test_the_page_shows_the_committed_plans():
     scaling, docs = script("scaling")
     values, page = json.loads((docs / "plans.json").read_text()), (docs / "performance.md").read_text()
-    for rows in values["plans"].values():
+    for name, rows in values["plans"].items():
         assert "\n".join(scaling.plans(rows)) in page
+        assert [row["topology"] for row in rows] == [places.topology(f"{name}:{place}") for place in places.of(name)]
     for rows in values["growth"].values():
         assert "\n".join(scaling.scaling(rows)) in page
 

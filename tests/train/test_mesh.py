@@ -76,7 +76,7 @@ def alone(tmp_path_factory):
     return workdir
 
 
-@pytest.mark.parametrize("settings", [Parallel(), Parallel(fsdp=2), Parallel(devices=4, fsdp=4)])
+@pytest.mark.parametrize("settings", [Parallel(), *(Parallel(fsdp=n) for n in (2, 4, 8)), Parallel(devices=4, fsdp=4)])
 def test_meshes_agree_with_one_device(tmp_path, alone, settings):
     loop.train(config(tmp_path, settings))
     same(alone, tmp_path)
@@ -225,9 +225,10 @@ def test_what_devices_that_share_weights_receive_does_not_grow_with_their_trajec
     assert received[1] < 1.2 * received[0] and received[1] < 3 * weights, (received, weights)
 
 
-def test_a_run_goes_on_with_other_devices(tmp_path, alone):
-    for steps, settings in ((1, Parallel(fsdp=2)), (3, Parallel(devices=1))):
-        loop.train(config(tmp_path, settings, run={"steps": steps}, evaluation={"every": 0}))
+def test_a_run_goes_on_with_other_devices_and_in_other_pieces(tmp_path, alone):
+    pieces = {"sampling": {"chunk": 16}, "optimizer": {"micro_batch": 8, "remat": True}, "model": {"attention": "xla"}}
+    for steps, settings, sections in ((1, Parallel(fsdp=2), {}), (3, Parallel(devices=1), pieces)):
+        loop.train(config(tmp_path, settings, run={"steps": steps}, evaluation={"every": 0}, **sections))
     assert [r["step"] for r in metrics.read(tmp_path / "metrics.jsonl")] == [0, 1, 2]
     close(alone, tmp_path)
 

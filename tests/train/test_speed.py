@@ -35,13 +35,23 @@ def test_speed_is_per_device_and_second(monkeypatch):
     config = change(cli.load_config("scenes_preference"), model={"dtype": "bfloat16"})
     tables = phases.sampler(config, policy.sigmas(config, _grid(), config.sampling.num_steps), 1.0, 0)
     monkeypatch.setattr(speed.chips, "of_device", lambda kind: CHIPS["v5e"])
-    done = speed.work(config, tables, devices=4)
+    done = speed.meter(config, devices=4)(tables)
     batch = config.prompts.per_step * config.prompts.group_size
     assert done.images == batch * (len(tables.scheme) + 1) and done.peak == 4 * CHIPS["v5e"].peak
     found = speed.speed(done, seconds=2.0, compiling=0.5)
     assert found["images"] == done.images / 8 and found["compile_seconds"] == 0.5
     assert found["mfu"] == pytest.approx(found["tflops"] * 1e12 / CHIPS["v5e"].peak)
-    assert speed.work(change(config, model={"dtype": "float32"}), tables, 1).peak == CHIPS["v5e"].peak_float32
+    assert speed.meter(change(config, model={"dtype": "float32"}), 1)(tables).peak == CHIPS["v5e"].peak_float32
+
+
+def test_each_step_s_own_window_is_counted():
+    config = change(cli.load_config("scenes_preference"), exploration={"window": "sliding", "window_size": 4})
+    work, found = speed.meter(config, 1), []
+    for step in (0, 150):  # the window stands at the first steps, then at the last
+        tables = phases.sampler(config, policy.sigmas(config, _grid(), config.sampling.num_steps), 1.0, step)
+        found.append(work(tables))
+        assert found[-1].images == 24 * config.prompts.per_step * (len(tables.scheme) + 1)
+    assert found[0].evaluations > found[1].evaluations and found[0].flops > found[1].flops
 
 
 def _grid():
@@ -53,7 +63,7 @@ def test_what_is_not_known_is_null_and_compilation_is_seen():
     tables = phases.sampler(config, policy.sigmas(config, _grid(), config.sampling.num_steps), 1.0, 0)
     before = speed.compiled()
     jax.jit(lambda x: x * 3.25 + 1)(np.ones(7, np.float32))
-    found = speed.speed(speed.work(config, tables, 1), 1.0, speed.compiled() - before)
+    found = speed.speed(speed.meter(config, 1)(tables), 1.0, speed.compiled() - before)
     assert [found[name] for name in ("tflops", "mfu", "peak_gib")] == [None] * 3 and found["compile_seconds"] > 0
     record = {"step": 0, "reward": 0.0, "clip": 0.0, "images_per_second": 1.0, "speed": found}
     assert "MFU" not in metrics.line(record, 1)
