@@ -3,10 +3,12 @@
 Needs libtpu (extra `tpu`) and no TPU. Each program takes minutes of a core; results are kept as they come, and the same command continues.
 
     JAX_PLATFORMS=cpu python benchmarks/compiled.py --json docs/compiled.json [--only NAME ...] [--layers N]
+    LIBTPU_INIT_ARGS=--xla_jf_spmd_threshold_for_windowed_einsum_mib=1000000 ... the same      (for the growth's rows without rings)
 """
 
 import argparse
 import json
+import os
 from functools import cache
 from importlib.metadata import version
 from pathlib import Path
@@ -28,13 +30,14 @@ PLACES = (
 GROWTH = ("v5e:16x16", "v5e:4x4", "v5e:8x8", "v5e:2x4")  # prompts per step grow with the chips, settings per chip stay
 GROWN = ("sample", "update")
 PROMPTS = 3  # per step and chip
+NO_RINGS = "--xla_jf_spmd_threshold_for_windowed_einsum_mib=1000000"  # products wait for gathered weights
 
 
-def jobs() -> list[tuple[str, str, str, int | None]]:
-    """(program, config, slice, prompts per step or None), what is most wanted first."""
-    plans = [(program, name, where, None) for name, where in PLACES for program in aot.PROGRAMS]
-    growth = [(program, PLACES[0][0], where, PROMPTS * topology(where).count) for where in GROWTH for program in GROWN]
-    return plans + growth
+def jobs() -> list[tuple[str, str, str, int | None, str]]:
+    """(program, config, slice, prompts per step or None, libtpu's flags), what is most wanted first."""
+    plans = [(program, name, where, None, "") for name, where in PLACES for program in aot.PROGRAMS]
+    grown = [(where, "") for where in GROWTH] + [("v5e:2x4", NO_RINGS)]
+    return plans + [(program, PLACES[0][0], where, PROMPTS * topology(where).count, flags) for where, flags in grown for program in GROWN]
 
 
 def settings_of(recipe: recipes.Recipe, where, growing: bool) -> Settings:
@@ -46,6 +49,11 @@ def settings_of(recipe: recipes.Recipe, where, growing: bool) -> Settings:
     found = search.search(recipes.read(config), sixteen)
     scaled = {name: getattr(found, name) * where.count // sixteen.count for name in ("chunk", "micro_batch", "decode_chunk")}
     return found._replace(**scaled)
+
+
+def job_of(row: dict) -> tuple:
+    """The job whose result a row is."""
+    return tuple(row[name] for name in ("program", "config", "slice", "prompts", "flags"))
 
 
 @cache
@@ -66,7 +74,8 @@ def measure(program: str, name: str, place: str, prompts: int | None, layers: in
     settings = settings_of(recipe, where, prompts is not None)
     return {
         "program": program, "config": name, "slice": place, "prompts": prompts, "chips": where.count, "layers": layers,
-        "settings": settings._asdict(), **aot.compared(program, recipe, settings, where, layers),
+        "flags": os.environ.get("LIBTPU_INIT_ARGS", ""), "settings": settings._asdict(),
+        **aot.compared(program, recipe, settings, where, layers),
         "versions": {package: version(package) for package in ("jax", "jaxlib", "libtpu")},
     }  # fmt: skip
 
@@ -79,14 +88,18 @@ def tables(rows: list[dict]) -> dict[str, list[str]]:
         order = sorted(of_config, key=lambda row: ([where for _, where in PLACES].index(row["slice"]), aot.PROGRAMS.index(row["program"])))
         lines = [(row["program"], row["slice"], str(row["settings"]["fsdp"]), *aot.cells(row)) for row in order]
         found[name] = command.table(("program", "slice", "fsdp", *aot.COLUMNS), lines)
-    grown = sorted((row for row in rows if row["prompts"] is not None), key=lambda row: (GROWN.index(row["program"]), row["chips"]))
+    grown = sorted(
+        (row for row in rows if row["prompts"] is not None), key=lambda row: (GROWN.index(row["program"]), row["chips"], row["flags"])
+    )
     if grown:
         kinds = [kind for kind in collectives.KINDS if any(kind in row["compiler"]["collectives"] for row in grown)]
         cells = []
         for row in grown:
             each = [row["compiler"]["collectives"].get(kind, (0, 0))[1] * row["calls_per_step"] / 1e9 for kind in kinds]
             numbers = *(f"{n:,.1f}" for n in each), f"{sum(each):,.0f}", f"{row['plan']['received'] / 1e9:,.0f}"
-            cells.append((row["program"], str(row["chips"]), *numbers, f"{row['compiler']['peak'] / GIB:.2f}"))
+            cells.append(
+                (row["program"], str(row["chips"]) + ", no rings" * bool(row["flags"]), *numbers, f"{row['compiler']['peak'] / GIB:.2f}")
+            )
         found["growth"] = command.table(("received GB", "chips", *kinds, "all", "plan", "peak GiB"), cells)
     return found
 
@@ -99,9 +112,13 @@ def main() -> None:
     arguments = parser.parse_args()
     rows = [planned(row) for row in json.loads(arguments.json.read_text())] if arguments.json.exists() else []
     refused = []
-    for program, name, where, prompts in jobs():
-        done = any((row["program"], row["config"], row["slice"], row["prompts"]) == (program, name, where, prompts) for row in rows)
-        if done or (arguments.only and not {program, where} & set(arguments.only)):
+    done = [job_of(row) for row in rows]
+    for job in jobs():
+        program, name, where, prompts, flags = job
+        if job in done or (arguments.only and not {program, where} & set(arguments.only)):
+            continue
+        if flags != os.environ.get("LIBTPU_INIT_ARGS", ""):  # libtpu reads them once
+            print(f"left out, as it needs LIBTPU_INIT_ARGS={flags or '(none)'}: {program} of {name} on {where}")
             continue
         print(f"{program} of {name} on {where}" + (f", {prompts} prompts" if prompts else ""), flush=True)
         try:

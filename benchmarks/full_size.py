@@ -24,7 +24,7 @@ from densegrpo_jax.families import Conditioning
 from densegrpo_jax.models.attention import attention
 from densegrpo_jax.plan import command, roofline, search
 from densegrpo_jax.plan import recipe as recipes
-from densegrpo_jax.plan.chips import CHIPS, topology
+from densegrpo_jax.plan.chips import CHIPS, Topology, of_device
 from densegrpo_jax.train import phases, state
 from densegrpo_jax_configs.variants import change
 
@@ -47,7 +47,7 @@ def seconds(run, rounds):
 
 
 def peak():
-    """Largest number of bytes that JAX's allocator has held; None where it does not say."""
+    """Largest number of bytes that JAX's allocator has held since the process began; None where it does not say."""
     stats = jax.devices()[0].memory_stats()
     return stats.get("peak_bytes_in_use") if stats else None
 
@@ -173,8 +173,8 @@ def main():
     check(config, 1)
     recipe, measured = ours(config, rounds)
     kind = jax.devices()[0].device_kind
-    chip = next((chip for chip in CHIPS if chip.split("-")[0] in kind.lower()), "h200")
-    where = topology(f"{chip}:1" if CHIPS[chip].dims == 1 else f"{chip}:{'x'.join('1' * CHIPS[chip].dims)}")
+    chip = of_device(kind)  # for an unknown one FLOPs are counted as for any, and MFU is not given
+    where = Topology(chip or CHIPS["h200"], 1, "1")
     settings = roofline.Settings(
         1, config.sampling.chunk, micro_batch(config, recipe.trained_steps), 1, config.optimizer.remat, search.attentions(recipe, where)[0]
     )
@@ -192,7 +192,7 @@ def main():
                 f"{first:.1f}",
                 f"{counts[phase] / took:.2f}",
                 f"{speed:.1f}",
-                f"{speed * 1e12 / where.chip.peak:.1%}",
+                f"{speed * 1e12 / chip.peak:.1%}" if chip else "?",
                 f"{gib:.1f}" if held else "?",
             )
         )
@@ -203,8 +203,8 @@ def main():
             "tflops": speed,
             "peak_gib": gib,
         }
-    print(f"{name} on {kind}, jax {jax.__version__}, seed 0, {batch_size(config)} trajectories; MFU against the peak of {chip}\n")
-    header = "phase", "seconds", "first call", "images/s", "TFLOP/s", "MFU", "peak GiB"
+    print(f"{name} on {kind}, jax {jax.__version__}, seed 0, {batch_size(config)} trajectories\n")
+    header = "phase", "seconds", "first call", "images/s", "TFLOP/s", "MFU", "peak GiB so far"
     print("\n".join(command.table(header, rows)))
     theirs, how = diffusers_rollout(config, recipe, rounds)
     print(

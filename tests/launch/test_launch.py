@@ -15,7 +15,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 LAUNCH = ROOT / "launch"
-SCRIPTS = sorted([*LAUNCH.glob("*.sh"), LAUNCH / "slurm.sbatch"])
+SCRIPTS = sorted([*LAUNCH.glob("*.sh"), LAUNCH / "slurm.sbatch", ROOT / "benchmarks" / "gpu_check.sh"])
 yaml = pytest.importorskip("yaml")
 
 
@@ -248,6 +248,16 @@ def test_one_box(cloud):
     assert done.stdout.splitlines()[-1] == (
         "env XLA_CLIENT_MEM_FRACTION=0.92 .venv/bin/densegrpo train sd35_medium_pickscore --sampling.chunk 32"
     )
+
+
+def test_the_gpu_check_tries_everything_on_the_gpu(cloud):
+    done, _ = cloud("../benchmarks/gpu_check.sh", "--dry-run", "out")
+    words = [line for line in printed(done) if line[0] not in ("#", "==")]
+    tests, quickstart, full_size = words[1:4]
+    assert "JAX_PLATFORMS=cuda,cpu" in tests and "tests/models/test_attention.py" in tests  # else conftest takes CPUs
+    assert all((ROOT / path).exists() for path in tests if path.startswith("tests/"))
+    assert "JAX_PLATFORMS=cuda" in quickstart and "launch/quickstart.sh" in quickstart
+    assert full_size[-2:] == ["--json", "out/full_size.json"]
 
 
 def test_skypilot_task_runs_the_worker_with_its_options():

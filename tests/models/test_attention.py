@@ -94,6 +94,20 @@ def test_splash_is_sharded_over_the_ambient_mesh(axes, shape):
     assert out.addressable_shards[0].data.shape == (8 // (shape[0] * shape[1]), 9, 2 // (shape[2] if "tensor" in axes else 1), 64)
 
 
+@pytest.mark.skipif(jax.default_backend() != "gpu", reason="cudnn's attention needs a GPU")
+@pytest.mark.parametrize(("tokens", "width"), [(1229, 64), (1536, 128)])  # Stable Diffusion 3.5 Medium and FLUX.1 at 512 pixels
+def test_cudnn_is_as_near_to_float32_as_xla_in_bfloat16(tokens, width):
+    *qkv, weights = inputs(tokens, tokens, batch=2, heads=8, width=width)
+    exact = value_and_grads(partial(attention, impl="xla"), weights)(*qkv)
+    half = [x.astype(jnp.bfloat16) for x in (*qkv, weights)]
+    errors = []
+    for impl in ("cudnn", "xla"):
+        found = value_and_grads(partial(attention, impl=impl), half[-1])(*half[:-1])
+        pairs = zip(jax.tree.leaves(found), jax.tree.leaves(exact))
+        errors.append([np.abs(a.astype(jnp.float32) - b).max() / np.abs(b).max() for a, b in pairs])
+    assert np.all(np.array(errors[0]) < 2 * np.array(errors[1]) + 1e-2), errors
+
+
 def test_auto_goes_by_backend_and_size():
     assert default_impl("cpu", 10**5, 64, jnp.bfloat16) == "xla"
     assert default_impl("tpu", 1357, 64, jnp.bfloat16) == "xla"

@@ -206,7 +206,7 @@ def test_the_page_shows_the_committed_plans():
 def test_the_page_shows_the_programs_that_were_compiled_and_they_fit():
     compiled, docs = script("compiled")
     rows, page = json.loads((docs / "compiled.json").read_text()), (docs / "performance.md").read_text()
-    assert {(row["program"], row["config"], row["slice"], row["prompts"]) for row in rows} == set(compiled.jobs())
+    assert {compiled.job_of(row) for row in rows} == set(compiled.jobs())
     for lines in compiled.tables(rows).values():
         assert "\n".join(lines) in page
     for row in rows:
