@@ -79,3 +79,17 @@ def spread(mesh: Mesh, shapes: Any) -> Any:
 def shared(mesh: Mesh | None, tree: Any) -> Any:
     """Arrays where `spread` puts them."""
     return tree if mesh is None else jax.device_put(tree, spread(mesh, tree))
+
+
+def sent(tree: Any) -> Any:
+    """Numpy arrays on the devices of the ambient mesh, where `spread` puts them; each process sends what its own devices hold."""
+    mesh = jax.sharding.get_mesh()
+    if mesh.empty:
+        return jax.device_put(tree)
+    return jax.tree.map(lambda leaf, place: jax.make_array_from_callback(leaf.shape, place, leaf.__getitem__), tree, spread(mesh, tree))
+
+
+def row_shares() -> int:
+    """Over how many devices of the ambient mesh rows are spread; 1 without a mesh."""
+    mesh = jax.sharding.get_abstract_mesh()
+    return 1 if mesh.empty else math.prod(mesh.shape[axis] for axis in ROWS)

@@ -5,6 +5,8 @@ written, the first one writes.
 """
 
 import os
+import sys
+import threading
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import wraps
@@ -17,25 +19,27 @@ from jax.sharding import Mesh, NamedSharding
 from densegrpo_jax.config import Parallel
 from densegrpo_jax.parallel.mesh import AXES
 
+SAY = 20.0  # seconds between two lines while others are awaited
+LIMIT = 300.0  # seconds until a process gives up
+
 
 def join(settings: Parallel) -> None:
     """Joins the other processes of the run, where there are any; before jax has looked for devices.
 
     Processes are told of each other by the settings, or by what their cluster says: SLURM, where the job step has several tasks; GKE,
     where the slice has several hosts; and, with coordinator = "cluster", whatever JAX knows how to ask, a Cloud TPU slice among it. On one
-    box without any of it this does nothing.
+    box without any of it this does nothing. Who waits says so; whoever has waited LIMIT seconds ends with exit code 2.
 
     Raises:
       ValueError: coordinator, processes and process are not given together, or do not fit.
-      RuntimeError: the others do not come (from jax).
     """
     told = {"processes": settings.processes, "process": settings.process}
     if settings.coordinator in (None, "cluster"):
         if given := [name for name, value in told.items() if value is not None]:
             raise ValueError(f"parallel.{given[0]} = {told[given[0]]}: goes with parallel.coordinator = HOST:PORT of the first process")
-        if settings.coordinator or _has_tasks(os.environ):
+        if (found := _tasks(os.environ)) or settings.coordinator:
             try:
-                jax.distributed.initialize()
+                _meet(f"one of several processes ({found or 'parallel.coordinator = cluster'})", "on every host")
             except ValueError as error:
                 raise ValueError(f'parallel.coordinator = "cluster": JAX finds no cluster here ({error})') from error
         return
@@ -46,15 +50,46 @@ def join(settings: Parallel) -> None:
         raise ValueError(f"parallel.coordinator = {settings.coordinator}: give parallel.{' and parallel.'.join(missing)} too")
     if not 0 <= settings.process < settings.processes:
         raise ValueError(f"parallel.process = {settings.process}: of {settings.processes} processes, choose 0 to {settings.processes - 1}")
-    jax.distributed.initialize(settings.coordinator, settings.processes, settings.process)
+    whole = settings.coordinator, settings.processes, settings.process
+    _meet(
+        f"process {settings.process} of {settings.processes}, which meet at {settings.coordinator}",
+        f"with parallel.process = 0 to {settings.processes - 1}", *whole,
+    )  # fmt: skip
 
 
-def _has_tasks(environment: dict[str, str]) -> bool:
-    """Whether this is one of several tasks of a SLURM job step, or one of several hosts of a TPU slice that GKE has started."""
+def _meet(who: str, where: str, *whole: Any) -> None:
+    """`jax.distributed.initialize`, which waits for all processes without a word and then aborts."""
+    come = threading.Event()
+
+    def watch() -> None:
+        waited = 0.0
+        while waited < LIMIT:
+            if come.wait(SAY):
+                return
+            waited += SAY
+            print(f"{who}: the others are awaited since {waited:.0f} s; start the same command {where}", file=sys.stderr, flush=True)
+        print(f"{who}: the others did not come within {LIMIT:.0f} s; giving up", file=sys.stderr, flush=True)
+        os._exit(2)  # from jax's waiting, which nothing else ends
+
+    threading.Thread(target=watch, daemon=True).start()
+    try:
+        jax.distributed.initialize(*whole, initialization_timeout=int(LIMIT + 2 * SAY) + 1)
+    finally:
+        come.set()
+    if primary():
+        print(f"{jax.process_count()} processes with {jax.device_count()} devices are one run", flush=True)
+
+
+def _tasks(environment: dict[str, str]) -> str | None:
+    """What says that this is one of several tasks of a SLURM job step, or one of several hosts of a TPU slice that GKE has started."""
     slurm = {"SLURM_JOB_ID", "SLURM_STEP_NODELIST", "SLURM_NTASKS", "SLURM_PROCID", "SLURM_LOCALID"} <= environment.keys()
-    hosts = environment.get("TPU_WORKER_HOSTNAMES", "").count(",") + 1
-    slices = environment.get("MEGASCALE_NUM_SLICES", "1")
-    return (slurm and int(environment["SLURM_NTASKS"]) > 1) or hosts > 1 or int(slices) > 1
+    if slurm and int(environment["SLURM_NTASKS"]) > 1:
+        return f"SLURM_NTASKS = {environment['SLURM_NTASKS']}"
+    if (hosts := environment.get("TPU_WORKER_HOSTNAMES", "").count(",") + 1) > 1:
+        return f"TPU_WORKER_HOSTNAMES has {hosts} hosts"
+    if int(slices := environment.get("MEGASCALE_NUM_SLICES", "1")) > 1:
+        return f"MEGASCALE_NUM_SLICES = {slices}; unset it where no such slices are left"
+    return None
 
 
 def primary() -> bool:

@@ -112,9 +112,13 @@ def _run(
     _write_manifest(config, policy, tables, mesh)
 
     # ------------------------------------------------------------------------------------------------------ compiled phases
+    trace = workdir / "profile" / (f"process{jax.process_index()}" if jax.process_count() > 1 else "")
+    watch = opened.enter_context(profile.steps(trace, start + 1, config.run.profile))
     samplers: dict[bytes, Callable] = {}
-    decode = phases.make_decode(config, policy, devices)
-    update, recompute = phases.make_update(config, policy, state if mesh else None), phases.make_recompute(config, policy)
+    decode = watch.phase("decode", phases.make_decode(config, policy, devices))
+    update = watch.phase("update", phases.make_update(config, policy, state if mesh else None))
+    recompute, encode = watch.phase("recompute", phases.make_recompute(config, policy)), watch.phase("encode", policy.encode)
+    scorers = {name: reward if hasattr(reward, "workers") else watch.phase("reward", reward) for name, reward in scorers.items()}
     evaluate = _make_evaluation(config, policy, mesh, decode, scorers, held_out)
     uncond = parallel.everywhere(mesh, policy.encode([""])) if config.sampling.guidance_scale != 1.0 else None
     e = config.evaluation
@@ -132,18 +136,17 @@ def _run(
     recent: list[float] = []  # seconds of the last steps
     shown = {"disable": not (metrics.is_terminal() and parallel.primary()), "unit": "step", "dynamic_ncols": True}
     bar = opened.enter_context(tqdm(total=config.run.steps, initial=start, **shown))
-    trace = opened.enter_context(profile.steps(workdir / "profile", start + 1, config.run.profile))
     # ------------------------------------------------------------------------------------------------------------- the loop
     for step in range(start, config.run.steps):
-        trace(step)
+        watch.step(step)
         began, compiled = time.perf_counter(), speed.compiled()
         tables = phases.sampler(config, sigmas, shift, step)
         chosen = prompt_lists.of_step(len(train_prompts.texts), config.prompts.per_step, config.run.seed, step)
-        cond = parallel.everywhere(mesh, policy.encode([train_prompts.texts[i] for i in chosen]))
+        cond = parallel.everywhere(mesh, encode([train_prompts.texts[i] for i in chosen]))
 
         # trajectories with a clean latent for every level of each, images of those, and a reward for each image
         if tables.trained.tobytes() not in samplers:
-            samplers[tables.trained.tobytes()] = phases.make_sample(config, policy, tables)
+            samplers[tables.trained.tobytes()] = watch.phase("sample", phases.make_sample(config, policy, tables))
         sample = partial(samplers[tables.trained.tobytes()], policy.params, state.trained, cond, uncond, np.int32(step))
         members = [chosen[g] for g in groups]
         trajectory, clean, (scored, wait), pixels = _sample_and_score(
@@ -186,6 +189,8 @@ def _run(
         sampling = rewarded - began
         record["phase_seconds"] = {"sampling_and_scoring": sampling, "updates": record["seconds"] - sampling}
         record["speed"] = speed.speed(work(tables), record["seconds"], speed.compiled() - compiled)
+        if watch.seconds:
+            record["speed"]["phases"] = watch.seconds
         record["recomputed"] = drift is not None
         record["log_prob_drift"] = record["log_ratio_before"] if drift is None else step_metrics(drift, tables.trained)
         record["images"], finite = _image_statistics(clean[-1], pixels)
@@ -214,16 +219,20 @@ def _run(
         # checkpoint first, as a machine that is being taken away leaves little time; then evaluation, report
         done = step + 1
         last, asked = done == config.run.steps, parallel.anyone(stop["asked"])
-        if done % config.run.save_every == 0 or last or asked or (due(done) and config.run.keep_best):
+        saved = done % config.run.save_every == 0 or last or (due(done) and config.run.keep_best)
+        if saved or asked:
             checkpoint.save(config, state)
-        if asked:
-            print(f"stopped after step {done}; everything is saved, and the same command continues from here")
-            return report.write(workdir)
-        if due(done):
+        if due(done) and not asked:
             measured = evaluate(_averaged(config, state), done, measured)
             checkpoint.retain(config)
             for alarm in alarms(measured, list(weights)):
                 bar.write(f"warning: {alarm.line()}")
+            asked = parallel.anyone(stop["asked"])  # while that went on
+            if asked and not saved:
+                checkpoint.save(config, state)
+        if asked:
+            print(f"stopped after step {done}; everything is saved, and the same command continues from here")
+            return report.write(workdir)
         if last or (config.run.report_every and done % config.run.report_every == 0):
             report.write(workdir)
         _stop_if_sick(config, history, measured)
@@ -231,8 +240,11 @@ def _run(
     bar.close()
     if config.evaluation.final_prompts and int(state.step) == config.run.steps:
         print("comparing with the base model on more prompts", flush=True)
-        evaluate(None, 0, final=True)
-        evaluate(_averaged(config, state), config.run.steps, final=True)
+        for subject, done in ((None, 0), (_averaged(config, state), config.run.steps)):
+            evaluate(subject, done, final=True)
+            if parallel.anyone(stop["asked"]):
+                print("stopped during the comparison at the end; everything is saved, and the same command compares again")
+                return report.write(workdir)
     if parallel.primary() and (pair := report.compared(workdir)):
         print(report.summary(*pair))
     return report.write(workdir)

@@ -1,30 +1,61 @@
-"""A trace of some training steps, for xprof or TensorBoard's profile tab."""
+"""Where a step's time goes: a trace of some steps, for xprof or TensorBoard's profile tab, and the seconds of each phase."""
 
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import wraps
 from pathlib import Path
+from typing import Any
 
 import jax
 
 
+class Watch:
+    """Names phases for the trace, and in watched steps waits for each, so that its seconds are known; else it is not in the way."""
+
+    def __init__(self, folder: Path, first: int, traced: int):
+        self.folder, self.first, self.traced = folder, first, traced
+        self.seconds: dict[str, float] = {}
+        self.tracing = self.waiting = False
+
+    def step(self, number: int) -> None:
+        """Before the step of this number: begins or ends the trace."""
+        self.seconds = {}
+        self.waiting = self.first <= number < self.first + max(self.traced, 1)
+        self._trace(self.first <= number < self.first + self.traced)
+
+    def phase(self, name: str, function: Callable) -> Callable:
+        """The function, known as a phase; another of the same name adds to it."""
+
+        @wraps(function)
+        def called(*args: Any) -> Any:
+            with jax.profiler.TraceAnnotation(name):
+                began = time.perf_counter()
+                result = function(*args)
+                if self.waiting:
+                    jax.block_until_ready(result)
+                    self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - began
+            return result
+
+        return called
+
+    def _trace(self, wanted: bool) -> None:
+        if wanted != self.tracing:
+            jax.profiler.start_trace(str(self.folder)) if wanted else jax.profiler.stop_trace()
+            self.tracing = wanted
+
+
 @contextmanager
-def steps(folder: Path, first: int, count: int) -> Iterator[Callable[[int], None]]:
-    """Yields a function to be called with the number of each step before it begins: steps `first` .. `first + count - 1` are traced.
+def steps(folder: Path, first: int, traced: int) -> Iterator[Watch]:
+    """Watches steps `first` .. `first + traced - 1`, and writes a trace of them; without a trace it watches `first`.
 
     Args:
-      folder: for the trace.
+      folder: for the trace; of several processes each needs its own.
       first: which step; not the run's first, which compiles.
-      count: 0 for no trace.
+      traced: 0 for no trace.
     """
-    on = False
-
-    def switch(wanted: bool) -> None:
-        nonlocal on
-        if wanted != on:
-            jax.profiler.start_trace(str(folder)) if wanted else jax.profiler.stop_trace()
-            on = wanted
-
+    watch = Watch(folder, first, traced)
     try:
-        yield lambda step: switch(first <= step < first + count)
+        yield watch
     finally:
-        switch(False)
+        watch._trace(False)

@@ -8,12 +8,12 @@ import jax
 import numpy as np
 import pytest
 
-from densegrpo_jax import cli, parallel, policy
+from densegrpo_jax import cli, parallel, pipeline, policy
 from densegrpo_jax.config import Parallel
 from densegrpo_jax.plan import aot, collectives, recipe, search
 from densegrpo_jax.plan.chips import topology
 from densegrpo_jax.rewards.base import host
-from densegrpo_jax.train import checkpoint, loop, metrics, phases
+from densegrpo_jax.train import checkpoint, loop, metrics, phases, profile
 from densegrpo_jax_configs.variants import change
 
 pytestmark = [pytest.mark.mesh, pytest.mark.usefixtures("plain_dispatch")]
@@ -137,7 +137,31 @@ def test_nothing_is_compiled_after_the_second_step_and_the_old_state_is_given_up
     assert list((tmp_path / "profile").rglob("*.xplane.pb"))
     for record in metrics.read(tmp_path / "metrics.jsonl"):
         assert sum(record["phase_seconds"].values()) == pytest.approx(record["seconds"])
+        assert ("phases" in record["speed"]) == (record["step"] == 1)  # where each is waited for, and which is traced
     assert all(leaf.is_deleted() for state in states for leaf in jax.tree.leaves(state.trained))
+
+
+def test_each_phase_is_compiled_once_and_evaluation_adds_its_own_sizes(tmp_path):
+    compiled = []
+    jax.monitoring.register_event_duration_secs_listener(
+        lambda event, duration, **of: compiled.append(of["fun_name"]) if event == "/jax/core/compile/backend_compile_duration" else None
+    )
+    sections = {
+        "model": {"scan_unroll": 1},
+        "sampling": {"num_steps": 3, "chunk": 8},
+        "prompts": {"per_step": 1, "group_size": 8},
+        "objective": {"recompute_old_log_prob": True, "beta": 0.01},
+        "evaluation": {"every": 2, "num_steps": 3, "images_per_prompt": 1, "prompts": 16, "final_prompts": 0},
+        "run": {"steps": 4},
+    }
+    loop.train(config(tmp_path, Parallel(fsdp=2), "scenes_preference", **sections))
+    count = {name: compiled.count(f"jit({name})") for name in ("_encode", "sample", "recompute", "update")}
+    assert count == dict.fromkeys(count, 1), count
+    both = {name: compiled.count(f"jit({name})") for name in ("decode", "_score_chunks", "generate")}  # of base and adapter the last
+    assert both == dict.fromkeys(both, 2), both
+    record = metrics.read(tmp_path / "metrics.jsonl")[1]
+    assert set(record["speed"]["phases"]) == {"encode", "sample", "decode", "reward", "recompute", "update"}
+    assert all(took > 0 for took in record["speed"]["phases"].values())
 
 
 def test_trajectories_are_held_once_and_not_while_the_next_are_sampled(tmp_path, monkeypatch):
@@ -164,6 +188,39 @@ def test_trajectories_are_held_once_and_not_while_the_next_are_sampled(tmp_path,
     T, L, latent = run.sampling.num_steps, 5, 4 * 8 * 8  # three trained steps have levels on both sides, four; and the end
     step = 16 * latent * (3 * T + 1 + L)
     assert held == {"sample": [0] * 3, "recompute": [step] * 3, "update": [step] * 6}
+
+
+def test_the_memory_of_a_step_is_that_of_its_largest_phase(tmp_path, monkeypatch):
+    """Pictures are gone before recomputing, trajectories before the next sampling."""
+    began, made, original = {}, {}, profile.Watch.phase
+
+    def phase(self, name, function):
+        def called(*args):
+            began.setdefault(name, []).append(sum(x.nbytes for x in jax.live_arrays()))
+            result = jax.block_until_ready(function(*args))
+            made[name] = sum(x.nbytes for x in jax.tree.leaves(result) if isinstance(x, jax.Array))
+            return result
+
+        return original(self, name, called)
+
+    monkeypatch.setattr(profile.Watch, "phase", phase)
+    sections = {
+        "model": {"scan_unroll": 1},
+        "prompts": {"per_step": 2, "group_size": 8},
+        "sampling": {"num_steps": 4, "chunk": 16, "decode_chunk": 16},
+        "objective": {"recompute_old_log_prob": True},
+        "evaluation": {"every": 0, "final_prompts": 0},
+        "run": {"save_every": 100},  # a save looks at each device's part of an array, which is counted beside the array then
+    }
+    loop.train(config(tmp_path, Parallel(devices=1), "scenes_preference", **sections))
+    base, trajectories = began["sample"][2], made["sample"]
+    found = {name: (began[name][-1] - base) / trajectories for name in began}
+    assert abs(began["sample"][1] - base) < 0.02 * trajectories and abs(found["encode"]) < 0.05  # nothing is left of the last step
+    assert 1 < found["reward"] < 1.3 and made["decode"] > 0.2 * trajectories  # trajectories, and the pictures
+    assert all(abs(found[name] - 1) < 0.05 for name in ("recompute", "update")), found  # trajectories alone
+    adds = [made[name] for name in ("sample", "decode", "recompute")]
+    peak = max(began[name][-1] - base + made[name] for name in ("sample", "decode", "reward", "recompute"))
+    assert peak < 0.95 * sum(adds)
 
 
 def test_phases_do_not_talk_to_the_host():
@@ -260,3 +317,30 @@ def test_a_model_folder_with_guidance_shared_weights_and_a_scorer_on_the_devices
     for name, settings in (("one", Parallel(devices=1, encoders="host")), ("mesh", shared)):
         loop.train(config(tmp_path / name, settings, "scenes_preference", **sections))
     same(tmp_path / "one", tmp_path / "mesh", rtol=5e-4)  # gradients through a network in float32, whose products are cut up differently
+
+
+def test_text_encoders_share_the_prompts_and_those_that_wait_on_the_host_come_in_shares_and_go(monkeypatch):
+    calls = []
+
+    def seen(configs, dtype, length, params, ids):
+        widest = max(jax.tree.leaves(params), key=lambda leaf: leaf.size)
+        share = np.prod(widest.sharding.shard_shape(widest.shape)) / widest.size
+        flops = original.lower(configs, dtype, length, params, ids).compile().cost_analysis()["flops"]
+        calls.append((share, len(ids["text_encoder"]), flops))
+        return original(configs, dtype, length, params, ids)
+
+    original = pipeline._encode
+    monkeypatch.setattr(pipeline, "_encode", seen)
+    encoded = {}
+    for name, settings in {"one": Parallel(devices=1), "host": Parallel(fsdp=4, encoders="host"), "device": Parallel(fsdp=4)}.items():
+        mesh = parallel.make(settings)
+        with parallel.within(mesh):
+            made = policy.load(config("unused", settings, "scenes_preference"), mesh)
+            before = sum(leaf.nbytes for leaf in jax.live_arrays())
+            encoded[name] = jax.tree.map(np.asarray, made.encode(["a red cube", "two blue balls"]))
+            assert sum(leaf.nbytes for leaf in jax.live_arrays()) - before < 1e5, name  # nothing but what was encoded stays
+    one, host, device = calls
+    assert one[0] == 1 and host[0] == device[0] == 1 / 4 and {call[1] for call in calls} == {8}
+    assert host[2] < one[2] / 4  # of each device, an eighth of the prompts
+    for name in ("host", "device"):
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=2e-5), encoded["one"], encoded[name])

@@ -125,6 +125,7 @@ def test_processes_agree_with_one_also_after_one_of_them_was_stopped_or_killed(t
     assert len(list((workdir / "tensorboard").iterdir())) == 1 + len(interruptions)  # one a start, of the first process
     assert (workdir / "report.html").read_text().endswith("</html>")
     assert log.read_text().count(f"step {STEPS}/{STEPS}") == 1  # and it alone speaks
+    assert log.read_text().count(f"{count} processes with {2 * count} devices are one run") == 1
     if count > 2:
         assert (workdir / "calibration" / "psi.json").read_text() == calibrated(alone, one)
         assert log.read_text().count("iteration 3/3") == 1
@@ -143,7 +144,7 @@ def test_processes_agree_with_one_also_after_one_of_them_was_stopped_or_killed(t
     ],
 )
 def test_one_box_is_never_taken_for_a_cluster(environment, several):
-    assert processes._has_tasks(environment) == several
+    assert bool(processes._tasks(environment)) == several
 
 
 @pytest.mark.parametrize(
@@ -158,6 +159,18 @@ def test_one_box_is_never_taken_for_a_cluster(environment, several):
 def test_processes_that_cannot_meet_are_refused(arguments, reason, tmp_path, capsys):
     assert cli.main(["train", "toy", "--run.workdir", str(tmp_path / "run"), *arguments.split()]) == 2
     assert reason in capsys.readouterr().err
+    assert not (tmp_path / "run").exists()
+
+
+def test_who_waits_for_processes_that_do_not_come_says_so_and_ends(tmp_path):
+    program = "import sys; from densegrpo_jax.parallel import processes; processes.SAY, processes.LIMIT = 1.0, 3.0\n"
+    program += "from densegrpo_jax.cli import main; sys.exit(main())"
+    meeting = ["--parallel.coordinator", f"localhost:{free_port()}", "--parallel.processes", "2", "--parallel.process", "0"]
+    arguments = ["train", "toy", "--run.workdir", str(tmp_path / "run"), *meeting]
+    done = subprocess.run([sys.executable, "-c", program, *arguments], capture_output=True, text=True, timeout=200)
+    assert done.returncode == 2, done.stderr
+    assert "process 0 of 2" in done.stderr and "awaited since 1 s; start the same command with parallel.process = 0 to 1" in done.stderr
+    assert "did not come within 3 s; giving up" in done.stderr and "Traceback" not in done.stderr
     assert not (tmp_path / "run").exists()
 
 

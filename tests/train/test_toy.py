@@ -3,8 +3,10 @@
 import dataclasses
 import functools
 import json
+import os
 import re
 import resource
+import signal
 import time
 from pathlib import Path
 
@@ -13,7 +15,7 @@ import numpy as np
 import pytest
 
 from densegrpo_jax import cli
-from densegrpo_jax.train import metrics, phases, report
+from densegrpo_jax.train import checkpoint, metrics, phases, report
 from densegrpo_jax.train.loop import train
 from densegrpo_jax_configs.variants import VARIANTS
 
@@ -102,6 +104,29 @@ def _restored(workdir):
 
     with ocp.CheckpointManager((workdir / "checkpoints").absolute()) as manager:
         return manager.restore(manager.latest_step(), args=ocp.args.StandardRestore())
+
+
+# Calls of the reward: base, steps 1 and 2, evaluation, steps 3 and 4, evaluation, base and adapter at the end.
+@pytest.mark.parametrize(("call", "done"), [(4, 2), (8, 4)])
+def test_a_signal_during_an_evaluation_stops_the_run_after_it(tmp_path, capsys, call, done):
+    calls = []
+
+    def signalled(images, prompts, metadata):
+        calls.append(len(images))
+        if len(calls) == call:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return np.asarray(images, np.float64).mean(axis=(1, 2, 3))
+
+    sections = {
+        "prompts": {"per_step": 2, "group_size": 8}, "sampling": {"num_steps": 4, "chunk": None}, "optimizer": {"updates": 1},
+        "evaluation": {"every": 2, "num_steps": 4, "images_per_prompt": 1, "final_prompts": 4}, "run": {"steps": 4, "keep_best": False},
+    }  # fmt: skip
+    run = dataclasses.replace(config(tmp_path, **sections), rewards=("own",))
+    train(run, extra_rewards={"own": signalled})
+    assert checkpoint.steps(tmp_path)[-1] == done == len(steps(tmp_path))
+    assert ("stopped after step 2" if done == 2 else "stopped during the comparison") in capsys.readouterr().out
+    train(run, extra_rewards={"own": signalled})
+    assert len(steps(tmp_path)) == 4 and (tmp_path / "final.jsonl").read_text().count("\n") == 2
 
 
 def test_another_config_in_the_same_folder_is_refused(tmp_path):
