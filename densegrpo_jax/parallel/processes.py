@@ -4,9 +4,11 @@ Every process runs the same program. Numbers that decide anything are brought to
 written, the first one writes.
 """
 
+import glob
 import os
 import sys
 import threading
+import urllib.request
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import wraps
@@ -26,9 +28,9 @@ LIMIT = 300.0  # seconds until a process gives up
 def join(settings: Parallel) -> None:
     """Joins the other processes of the run, where there are any; before jax has looked for devices.
 
-    Processes are told of each other by the settings, or by what their cluster says: SLURM, where the job step has several tasks; GKE,
-    where the slice has several hosts; and, with coordinator = "cluster", whatever JAX knows how to ask, a Cloud TPU slice among it. On one
-    box without any of it this does nothing. Who waits says so; whoever has waited LIMIT seconds ends with exit code 2.
+    Processes are told of each other by the settings, or by what their cluster says: SLURM, where the job step has several tasks; GKE and
+    Cloud TPU VMs, where the slice has several hosts; and, with coordinator = "cluster", whatever JAX knows how to ask. On one box without
+    any of it this does nothing. Who waits says so; whoever has waited LIMIT seconds ends with exit code 2.
 
     Raises:
       ValueError: coordinator, processes and process are not given together, or do not fit.
@@ -37,7 +39,7 @@ def join(settings: Parallel) -> None:
     if settings.coordinator in (None, "cluster"):
         if given := [name for name, value in told.items() if value is not None]:
             raise ValueError(f"parallel.{given[0]} = {told[given[0]]}: goes with parallel.coordinator = HOST:PORT of the first process")
-        if (found := _tasks(os.environ)) or settings.coordinator:
+        if (found := _tasks(os.environ) or _tpu_hosts()) or settings.coordinator:
             try:
                 _meet(f"one of several processes ({found or 'parallel.coordinator = cluster'})", "on every host")
             except ValueError as error:
@@ -90,6 +92,19 @@ def _tasks(environment: dict[str, str]) -> str | None:
     if int(slices := environment.get("MEGASCALE_NUM_SLICES", "1")) > 1:
         return f"MEGASCALE_NUM_SLICES = {slices}; unset it where no such slices are left"
     return None
+
+
+def _tpu_hosts(devices: tuple[str, ...] = ("/dev/accel*", "/dev/vfio/*"), server: str = "metadata.google.internal") -> str | None:
+    """What says that this is one of several hosts of a Cloud TPU slice: TPUs here, and Google Cloud's metadata of the machine."""
+    if not any(glob.glob(pattern) for pattern in devices):
+        return None
+    address = f"http://{server}/computeMetadata/v1/instance/attributes/worker-network-endpoints"
+    try:
+        with urllib.request.urlopen(urllib.request.Request(address, headers={"Metadata-Flavor": "Google"}), timeout=2) as answer:
+            hosts = answer.read().decode().count(",") + 1
+    except OSError:  # not Google Cloud
+        return None
+    return f"a Cloud TPU slice of {hosts} hosts" if hosts > 1 else None
 
 
 def primary() -> bool:

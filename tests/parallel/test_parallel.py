@@ -1,5 +1,6 @@
 """The mesh of a run, and where arrays lie on it."""
 
+import re
 from types import SimpleNamespace
 from typing import NamedTuple
 
@@ -7,8 +8,10 @@ import jax
 import numpy as np
 import pytest
 
-from densegrpo_jax import parallel
+from densegrpo_jax import cli, parallel, pipeline
 from densegrpo_jax.config import Parallel
+from densegrpo_jax.models.mmdit import INPUTS_SHARED, OUTPUTS_SHARED
+from densegrpo_jax.plan import recipe
 
 pytestmark = pytest.mark.mesh
 
@@ -76,6 +79,23 @@ def test_tensor_takes_the_side_of_heads_and_hidden_units_and_fsdp_another():
         "norm1/linear/kernel": (None, None, ("fsdp", "tensor")),
         "kernel": (("fsdp", "tensor"), None),
     }
+
+
+@pytest.mark.parametrize("name", ["sd35_medium_pickscore", "flux_dev_pickscore"])
+def test_every_weight_of_the_full_size_networks_is_shared_and_every_rule_is_used(name):
+    configs = recipe.read(cli.load_config(name)).configs
+    for component in (part for part in pipeline.components(configs) if part != "vae"):
+        shapes = recipe.shapes(configs, component)
+        for settings in (Parallel(fsdp=8), Parallel(fsdp=4, tensor=2), Parallel(tensor=8)):
+            mesh = parallel.make(settings)
+            places = jax.tree.leaves_with_path(parallel.spread(mesh, shapes))
+            held = sum(np.prod(place.shard_shape(leaf.shape)) for leaf, (_, place) in zip(jax.tree.leaves(shapes), places))
+            assert held < 1.02 * recipe.size(shapes) / 8, (component, settings)  # vectors are whole
+            if component == "transformer" and settings.tensor > 1:
+                names = {jax.tree_util.keystr(path, simple=True, separator="/"): place.spec for path, place in places}
+                for rule, side in ((OUTPUTS_SHARED, -1), (INPUTS_SHARED, -2)):
+                    found = {spec[len(spec) + side] for path, spec in names.items() if re.search(rule, path) and len(spec) > 1}
+                    assert found == {"tensor"}, rule
 
 
 def test_rows_lie_over_all_devices():

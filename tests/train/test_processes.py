@@ -1,12 +1,14 @@
 """Several processes of one run, as on several hosts, each with two devices: what one process with all of the devices gives."""
 
 import dataclasses
+import http.server
 import json
 import os
 import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 
 import jax
@@ -32,7 +34,7 @@ from tests.train.test_processes import calibrated, noise, train
 settings, workdir, steps, fatal = json.loads(sys.argv[1])
 jax.distributed.initialize = functools.partial(jax.distributed.initialize, heartbeat_timeout_seconds=10)  # not 100: who is killed is missed
 parallel.join(Parallel(**settings))
-if fatal and settings["process"] == 1:  # gets this signal before it saves this step
+if fatal and settings["process"] == fatal[2]:  # gets this signal before it saves this step
     save = checkpoint.save
     checkpoint.save = lambda config, state: (state.step == fatal[0] and os.kill(os.getpid(), fatal[1]), save(config, state))
 train(Path(workdir), Parallel(**settings), steps)
@@ -74,17 +76,19 @@ def free_port() -> int:
         return taken.getsockname()[1]
 
 
-def run(workdir, count, shared, fatal=None, *, log):
+def run(workdir, count, shared, fatal=None, *, log, program=RUN, steps=STEPS):
     """Starts the processes with a new log; returns their exit codes."""
     log.write_text("")
     coordinator = f"localhost:{free_port()}"
     started = []
     for process in range(count):
         settings = {"coordinator": coordinator, "processes": count, "process": process, **shared}
-        argument = json.dumps((settings, str(workdir), STEPS, fatal))
+        argument = json.dumps((settings, str(workdir), steps, fatal))
         with log.open("a") as file:
             environment = os.environ | {"JAX_NUM_CPU_DEVICES": "2"}
-            started.append(subprocess.Popen([sys.executable, "-c", RUN, argument], stdout=file, stderr=subprocess.STDOUT, env=environment))
+            started.append(
+                subprocess.Popen([sys.executable, "-c", program, argument], stdout=file, stderr=subprocess.STDOUT, env=environment)
+            )
     began = time.monotonic()
     try:
         return [process.wait(timeout=500) for process in started]
@@ -99,9 +103,13 @@ def run(workdir, count, shared, fatal=None, *, log):
 @pytest.mark.parametrize(
     ("count", "shared", "interruptions"),
     [
-        (2, {}, [(2, signal.SIGKILL)]),
+        (2, {}, [(2, signal.SIGKILL, 1)]),
+        pytest.param(2, {}, [(2, signal.SIGKILL, 0)], marks=pytest.mark.slow),  # the one where they meet
         pytest.param(
-            4, {"fsdp": 2, "tensor": 4}, [(1, signal.SIGTERM), (3, signal.SIGKILL)], marks=[pytest.mark.slow, pytest.mark.timeout(2400)]
+            4,
+            {"fsdp": 2, "tensor": 4},
+            [(1, signal.SIGTERM, 1), (3, signal.SIGKILL, 1)],
+            marks=[pytest.mark.slow, pytest.mark.timeout(2400)],
         ),
     ],
 )
@@ -109,10 +117,10 @@ def test_processes_agree_with_one_also_after_one_of_them_was_stopped_or_killed(t
     workdir, log, alone = tmp_path / "run", tmp_path / "log", tmp_path / "alone"
     one = Parallel(devices=2 * count, **shared)
     train(alone, one, STEPS)
-    for step, number in interruptions:
-        codes = run(workdir, count, shared, fatal=(step, number), log=log)
+    for step, number, victim in interruptions:
+        codes = run(workdir, count, shared, fatal=(step, number, victim), log=log)
         if number == signal.SIGKILL:
-            assert codes[1] == -number and all(codes), log.read_text()[-3000:]  # the others do not wait forever
+            assert codes[victim] == -number and all(codes), log.read_text()[-3000:]  # the others do not wait forever
             assert checkpoint.steps(workdir)[-1] == step - 1
         else:  # all of them finish the next step
             assert not any(codes) and checkpoint.steps(workdir)[-1] == step + 1, log.read_text()[-3000:]
@@ -131,6 +139,42 @@ def test_processes_agree_with_one_also_after_one_of_them_was_stopped_or_killed(t
         assert log.read_text().count("iteration 3/3") == 1
 
 
+FOLDER = {
+    "model": {"scan_unroll": 1},
+    "sampling": {"num_steps": 3, "chunk": 8, "guidance_scale": 2.0},
+    "prompts": {"per_step": 1, "group_size": 8},
+    "objective": {"beta": 0.0},
+    "evaluation": {"every": 0, "final_prompts": 0},
+}
+RUN_FOLDER = """
+import json, sys
+from pathlib import Path
+from densegrpo_jax import parallel
+from densegrpo_jax.config import Parallel
+from tests.train.test_processes import train_folder
+settings, workdir, steps, _ = json.loads(sys.argv[1])
+parallel.join(Parallel(**settings))
+train_folder(Path(workdir), Parallel(**settings), steps)
+"""
+
+
+def train_folder(workdir, settings, steps):
+    sections = FOLDER | {"run": {"steps": steps}, "adapter": {"rank": 0}, "optimizer": {"learning_rate": 1e-5}}
+    loop.train(config(workdir, settings, "scenes_preference", **sections))
+
+
+@pytest.mark.slow
+@pytest.mark.mesh
+@pytest.mark.usefixtures("plain_dispatch")
+def test_processes_share_a_model_folder_all_of_whose_weights_are_trained(tmp_path):
+    """Text encoders, guidance, a scorer on the devices, and weights and moments that no process has whole, saved by both."""
+    shared, workdir, log = {"fsdp": 4, "encoders": "host"}, tmp_path / "run", tmp_path / "log"
+    for steps in (1, 2):  # the second start reads what both have saved
+        assert run(workdir, 2, shared, log=log, program=RUN_FOLDER, steps=steps) == [0, 0], log.read_text()[-3000:]
+    train_folder(tmp_path / "alone", Parallel(devices=4, **shared), 2)
+    same(tmp_path / "alone", workdir, rtol=5e-4, atol=1e-7)
+
+
 @pytest.mark.parametrize(
     ("environment", "several"),
     [
@@ -145,6 +189,32 @@ def test_processes_agree_with_one_also_after_one_of_them_was_stopped_or_killed(t
 )
 def test_one_box_is_never_taken_for_a_cluster(environment, several):
     assert bool(processes._tasks(environment)) == several
+
+
+def test_a_host_of_a_cloud_tpu_slice_knows_by_its_metadata(tmp_path):
+    class Metadata(http.server.BaseHTTPRequestHandler):
+        said = "unused:unused:10.0.0.1,unused:unused:10.0.0.2"
+
+        def do_GET(self):
+            found = self.path.endswith("/instance/attributes/worker-network-endpoints") and self.headers["Metadata-Flavor"] == "Google"
+            self.send_response(200 if found else 404)
+            self.end_headers()
+            self.wfile.write(self.said.encode())
+
+        def log_message(self, *_):
+            pass
+
+    (tmp_path / "accel0").touch()
+    there, none = (str(tmp_path / "accel*"),), (str(tmp_path / "vfio*"),)
+    with http.server.HTTPServer(("localhost", 0), Metadata) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        address = f"localhost:{server.server_port}"
+        assert processes._tpu_hosts(there, address) == "a Cloud TPU slice of 2 hosts"
+        assert processes._tpu_hosts(none, address) is None  # no TPUs: not asked
+        Metadata.said = "unused:unused:10.0.0.1"
+        assert processes._tpu_hosts(there, address) is None
+        server.shutdown()
+    assert processes._tpu_hosts(there, f"localhost:{free_port()}") is None  # nobody answers
 
 
 @pytest.mark.parametrize(
