@@ -56,7 +56,7 @@ def same(one, other, rtol=1e-5, atol=0.0):
             left, right = numbers(told(a)), numbers(told(b))
             assert left.keys() == right.keys()
             for name in left:
-                np.testing.assert_allclose(right[name], left[name], rtol=1e-3, atol=2e-5, err_msg=name)
+                np.testing.assert_allclose(right[name], left[name], rtol=rtol, atol=rtol / 5, err_msg=name)
     close(one, other, rtol, atol)
 
 
