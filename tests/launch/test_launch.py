@@ -8,6 +8,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import textwrap
 import time
 from pathlib import Path
 
@@ -21,11 +22,11 @@ yaml = pytest.importorskip("yaml")
 
 @pytest.fixture
 def cloud(tmp_path):
-    """Runs a script with a fake gcloud, kubectl, srun, scontrol and git in front of the real ones; returns (process, calls)."""
+    """Runs a script with a fake gcloud, kubectl, sky, srun, scancel and scontrol in front of the real ones; returns (process, calls)."""
     bin = tmp_path / "bin"
     bin.mkdir()
     log = tmp_path / "calls"
-    for name in ("gcloud", "kubectl", "srun", "scontrol"):
+    for name in ("gcloud", "kubectl", "sky", "srun", "scancel", "scontrol"):
         tool = bin / name
         tool.write_text(
             f'#!{sys.executable}\nimport json, sys\nopen({str(log)!r}, "a").write(json.dumps([{name!r}, *sys.argv[1:]]) + "\\n")\n'
@@ -33,7 +34,7 @@ def cloud(tmp_path):
         tool.chmod(0o755)
 
     def call(script, *arguments, env=None):
-        ours = ("DENSEGRPO_VENV", "XLA_CLIENT_MEM_FRACTION", "LIBTPU_INIT_ARGS", "HF_TOKEN")  # which change what is run
+        ours = ("DENSEGRPO_VENV", "XLA_CLIENT_MEM_FRACTION", "LIBTPU_INIT_ARGS", "HF_TOKEN", "SLURM_CPUS_PER_TASK")  # change what is run
         inherited = {name: value for name, value in os.environ.items() if name not in ours}
         environment = {**inherited, "PATH": f"{bin}:{os.environ['PATH']}", **(env or {})}
         done = subprocess.run(
@@ -198,19 +199,29 @@ def trainer(tmp_path):
     return path
 
 
-def terminated(command, env):
-    """Runs a command until it is ready, sends SIGTERM to it alone, and returns its exit code and output."""
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env={**os.environ, **env})
+def told(command, env, *signals):
+    """Runs a command until it is ready, sends signals to it alone, and returns its exit code and output.
+
+    Args:
+      signals: signal numbers, and functions that are called between them.
+    """
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env={**os.environ, **env})
     first = process.stdout.readline()
-    time.sleep(0.1)
-    process.send_signal(signal.SIGTERM)
+    for number in signals:
+        time.sleep(0.1)
+        number() if callable(number) else process.send_signal(number)
     rest, _ = process.communicate(timeout=20)
     return process.returncode, first + rest
 
 
 def test_a_worker_passes_sigterm_on_and_asks_to_be_started_again(trainer):
-    code, out = terminated(["bash", LAUNCH / "worker.sh", "cfg", "--a", "b c"], {"DENSEGRPO": str(trainer)})
+    code, out = told(["bash", LAUNCH / "worker.sh", "cfg", "--a", "b c"], {"DENSEGRPO": str(trainer)}, signal.SIGTERM)
     assert code == 143 and "['train', 'cfg', '--a', 'b c']" in out and out.endswith("saved\n")
+
+
+def test_a_worker_that_goes_wrong_after_sigterm_says_so(trainer):
+    code, _ = told(["bash", LAUNCH / "worker.sh", "cfg", "wrong"], {"DENSEGRPO": str(trainer)}, signal.SIGTERM)
+    assert code == 7
 
 
 @pytest.mark.parametrize(("words", "code"), [(["quick"], 0), (["quick", "wrong"], 7)])
@@ -229,17 +240,87 @@ def test_slurm_starts_one_process_a_gpu(cloud):
         ["srun", "--kill-on-bad-exit=1", "--label", ".venv/bin/densegrpo", "train", "flux_dev_pickscore", "--run.workdir", "/shared/x"]
     ]
     options = [line.split(maxsplit=1)[1] for line in (LAUNCH / "slurm.sbatch").read_text().splitlines() if line.startswith("#SBATCH")]
-    assert "--ntasks-per-node=8" in options and "--gpus-per-node=8" in options and "--signal=B:TERM@300" in options
+    assert "--ntasks-per-node=8" in options and "--gpus-per-node=8" in options and "--requeue" in options
+    assert "--signal=B:USR1@300" in options  # to the shell alone: the trainer would die of it
     done, _ = cloud("slurm.sbatch", "--dry-run", "toy")
     assert done.stdout.splitlines()[-1] == "srun --kill-on-bad-exit=1 --label .venv/bin/densegrpo train toy"
 
 
-def test_slurm_saves_and_queues_again_when_time_is_over(cloud, trainer, tmp_path):
-    (tmp_path / "bin" / "srun").write_text(TRAINER)
-    path = f"{tmp_path / 'bin'}:{os.environ['PATH']}"
-    code, out = terminated(["bash", LAUNCH / "slurm.sbatch", "toy"], {"PATH": path, "SLURM_JOB_ID": "17"})
-    assert code == 0 and "saved\n" in out
-    assert json.loads((tmp_path / "calls").read_text()) == ["scontrol", "requeue", "17"]
+@pytest.fixture
+def slurm(cloud, trainer, tmp_path):
+    """Runs the batch script as job 17 with one task; srun and scancel do with signals what Slurm's do. Returns (code, output, calls)."""
+    tools = {
+        # srun passes no SIGTERM on: "forcing job termination", its tasks are killed.
+        "srun": """
+            task = subprocess.Popen(sys.argv[3:])
+            signal.signal(signal.SIGTERM, lambda *_: task.kill())
+            (here / "task").write_text(str(task.pid))
+            code = task.wait()
+            sys.exit(code if code >= 0 else 128 - code)
+        """,
+        # A named signal goes to the steps of a job; 17.0 is there until the first requeue only.
+        "scancel": """
+            log()
+            if sys.argv[1:] != ["--signal=TERM", "17"]:
+                sys.exit("scancel: error: no such step")
+            os.kill(int((here / "task").read_text()), signal.SIGTERM)
+            time.sleep(0.5)  # the task, and srun, may end first
+        """,
+    }
+    for name, body in tools.items():
+        head = f"""\
+            #!{sys.executable}
+            import json, os, signal, subprocess, sys, time
+            from pathlib import Path
+            here = Path({str(tmp_path)!r})
+            def log():
+                open(here / "calls", "a").write(json.dumps([{name!r}, *sys.argv[1:]]) + chr(10))
+        """
+        (tmp_path / "bin" / name).write_text(textwrap.dedent(head) + textwrap.dedent(body))
+    venv = tmp_path / "venv"
+    (venv / "bin").mkdir(parents=True)
+    (venv / "bin" / "densegrpo").symlink_to(trainer)
+
+    def call(*words, signals=()):
+        path = f"{tmp_path / 'bin'}:{os.environ['PATH']}"
+        env = {"PATH": path, "SLURM_JOB_ID": "17", "DENSEGRPO_VENV": str(venv)}
+        code, out = told(["bash", LAUNCH / "slurm.sbatch", "toy", *words], env, *signals)
+        log = tmp_path / "calls"
+        return code, out, [json.loads(line) for line in log.read_text().splitlines()] if log.exists() else []
+
+    return call
+
+
+def test_slurm_saves_and_queues_again_when_time_is_over(slurm):
+    code, out, calls = slurm(signals=[signal.SIGUSR1])
+    assert calls == [["scancel", "--signal=TERM", "17"], ["scontrol", "requeue", "17"]]
+    assert code == 0 and out.endswith("saved\nsaved; queueing again\n")
+
+
+def test_slurm_does_not_queue_again_what_was_not_saved(slurm):
+    code, out, calls = slurm("wrong", signals=[signal.SIGUSR1])
+    assert calls == [["scancel", "--signal=TERM", "17"]] and code == 7
+    assert "srun ended with status 7: not queued again" in out
+
+
+def test_slurm_leaves_it_to_slurm_to_queue_again_what_was_preempted(slurm, tmp_path):
+    def tell_task():  # as Slurm does
+        os.kill(int((tmp_path / "task").read_text()), signal.SIGTERM)
+
+    code, out, calls = slurm(signals=[signal.SIGTERM, tell_task])
+    assert (code, calls) == (0, []) and out.endswith("saved\n")
+
+
+@pytest.mark.parametrize(("words", "expected"), [(["quick"], 0), (["quick", "wrong"], 7)])
+def test_a_slurm_job_that_ends_by_itself_has_the_trainers_exit_code(slurm, words, expected):
+    code, _, calls = slurm(*words)
+    assert (code, calls) == (expected, [])
+
+
+def test_slurm_tasks_get_the_cores_of_the_job(cloud, tmp_path):
+    (tmp_path / "bin" / "srun").write_text("#!/usr/bin/env bash\necho ${SRUN_CPUS_PER_TASK:-none}\n")
+    assert cloud("slurm.sbatch", "toy", env={"SLURM_CPUS_PER_TASK": "8"})[0].stdout == "8\n"
+    assert cloud("slurm.sbatch", "toy")[0].stdout == "none\n"
 
 
 def test_one_box(cloud):
