@@ -10,6 +10,7 @@ import subprocess
 import sys
 import textwrap
 import time
+from fnmatch import fnmatch
 from pathlib import Path
 
 import pytest
@@ -78,6 +79,29 @@ def test_tpu_slices_are_asked_for_by_the_name_that_plan_takes(cloud, topology, k
     ]  # fmt: skip
 
 
+@pytest.mark.parametrize("script", ["tpu_vm.sh create", "gke.sh"])
+@pytest.mark.parametrize(
+    ("topology", "slices"),
+    [
+        *((t, "of v5e choose one of 1x1 2x2 2x4 4x4 4x8 8x8 8x16 16x16") for t in ("v5e:3x3", "v5e:4x2", "v5e:16x32", "v5e:2x2x2")),
+        ("v6e:48x1", "of v6e choose one of 1x1 2x2 2x4 4x4 4x8 8x8 8x16 16x16"),
+        *((t, "of v4 choose one of 2x2x1 2x2x2 2x2x4 2x4x4, or three multiples of 4") for t in ("v4:4x4", "v4:1x1x1", "v4:4x4x6")),
+        *((t, "of v5p choose one of 2x2x1 2x2x2 2x2x4 2x4x4, or three multiples of 4") for t in ("v5p:8x4x4", "v5p:2x4x8", "v5p:4x4x4x4")),
+    ],
+)
+def test_slices_that_there_are_not_are_refused_with_those_that_there_are(cloud, script, topology, slices):
+    name, *action = script.split()
+    options = [] if action else ["--image", "i", "--bucket", "b", "cfg"]
+    done, calls = cloud(name, *action, "x", "--topology", topology, *options)
+    assert done.returncode == 2 and calls == [] and f"--topology {topology}: there is no such slice; {slices}" in done.stderr
+
+
+@pytest.mark.parametrize("topology", ["v5e:1x1", "v6e:16x16", "v4:2x2x1", "v4:2x4x4", "v5p:4x4x4", "v5p:4x8x12", "v5p:16x16x24"])
+def test_slices_that_there_are_are_asked_for(cloud, topology):
+    done, calls = cloud("tpu_vm.sh", "create", "x", "--topology", topology)
+    assert done.returncode == 0 and len(calls) == 1, done.stderr
+
+
 def test_tpu_runs_start_on_all_hosts_with_a_log_each(cloud):
     _, calls = cloud("tpu_vm.sh", "run", "run1", "sd35_medium_pickscore", "--run.workdir", "../shared/a run", env={"HF_TOKEN": "secret"})
     (call,) = calls
@@ -89,6 +113,18 @@ def test_tpu_runs_start_on_all_hosts_with_a_log_each(cloud):
     assert ">>logs/$(hostname).log" in command and "echo $! >logs/pid" in command
 
 
+def test_tpu_runs_get_libtpus_flags(cloud):
+    done, _ = cloud("tpu_vm.sh", "run", "x", "cfg", "--dry-run", env={"LIBTPU_INIT_ARGS": "--a=1 --b"})
+    assert "(LIBTPU_INIT_ARGS=--a=1\\ --b setsid" in printed(done)[0][-1]
+
+
+@pytest.mark.parametrize("options", [["--run.workdir", "../shared/x"], ["--run.workdir=../shared/x"], ["--run.steps", "3"], []])
+def test_a_tpu_run_without_a_work_folder_is_warned_that_all_hosts_must_see_it(cloud, options):
+    done, calls = cloud("tpu_vm.sh", "run", "x", "cfg", *options)
+    warned = "warning: no --run.workdir: on several hosts it must be a folder that all see" in done.stderr
+    assert done.returncode == 0 and len(calls) == 1 and warned == (not any("workdir" in option for option in options))
+
+
 def test_tpu_setup_brings_its_own_python_and_the_last_commit_to_every_host(cloud):
     done, calls = cloud("tpu_vm.sh", "setup", "run1", "--bucket", "my-bucket", "--dry-run")
     lines = printed(done)
@@ -98,7 +134,48 @@ def test_tpu_setup_brings_its_own_python_and_the_last_commit_to_every_host(cloud
     for command in (install, mount):
         subprocess.run(["bash", "-n", "-c", command], check=True)
     assert "uv venv --allow-existing --python 3.12" in install and "--editable '.[tpu,ocr]'" in install
-    assert "gcsfuse --implicit-dirs --rename-dir-limit=100000 my-bucket ~/shared" in mount
+    seen_at_once = "--metadata-cache-ttl-secs=0 --metadata-cache-negative-ttl-secs=0"
+    assert f"gcsfuse --implicit-dirs --rename-dir-limit=100000 {seen_at_once} my-bucket ~/shared" in mount
+
+
+@pytest.fixture
+def repository(tmp_path):
+    """A copy of the launch files with prompts beside them that git does not know, as a clone of Flow-GRPO holds them."""
+    root = tmp_path / "repository"
+    shutil.copytree(LAUNCH, root / "launch")
+    for path in ("flow_grpo/.git/config", "flow_grpo/dataset/pickscore_sfw/train.txt", "flow_grpo/dataset/ocr/train.txt", "more/a b.txt"):
+        (root / path).parent.mkdir(parents=True, exist_ok=True)
+        (root / path).write_text("a red ball\n")
+    return root
+
+
+def test_tpu_setup_brings_prompts_to_the_same_place_on_every_host(cloud, repository, tmp_path):
+    arguments = ["setup", "run1", "--data", "flow_grpo", "--data", "more/a b.txt", "--dry-run"]
+    done, _ = cloud(repository / "launch/tpu_vm.sh", *arguments)
+    archived, packed, code, data, unpacked = printed(done)
+    assert archived[:2] == ["git", "archive"] and packed[0] == "tar"
+    assert code[4:7] == ["scp", "/tmp/densegrpo.tar.gz", "run1:densegrpo.tar.gz"] and code[-1] == "--worker=all"
+    assert data[4:7] == ["scp", "/tmp/densegrpo-data.tar.gz", "run1:densegrpo-data.tar.gz"] and data[-1] == "--worker=all"
+    # What the two commands would do, with the host's home a folder here.
+    home, here = tmp_path / "home", {**os.environ, "HOME": str(tmp_path / "home")}
+    home.mkdir()
+    archive = home / "densegrpo-data.tar.gz"
+    subprocess.run([word.replace("/tmp/densegrpo-data.tar.gz", str(archive)) for word in packed], check=True, cwd=repository)
+    (repository / "setup.py").touch()
+    subprocess.run(["tar", "-czf", home / "densegrpo.tar.gz", "setup.py"], check=True, cwd=repository)
+    unpack = unpacked[-1].removeprefix("--command=").partition(" && cd densegrpo")[0]
+    subprocess.run(["bash", "-c", unpack], check=True, cwd=home, env=here)
+    there = {str(path.relative_to(home / "densegrpo")) for path in (home / "densegrpo").rglob("*") if path.is_file()}
+    assert there == {"setup.py", "more/a b.txt", "flow_grpo/dataset/pickscore_sfw/train.txt", "flow_grpo/dataset/ocr/train.txt"}
+
+
+@pytest.mark.parametrize(
+    ("folder", "message"),
+    [("flow_grpo/dataset/none", "it is not in "), ("/tmp", "name it from the repository"), ("../repository/more", "name it from")],
+)
+def test_tpu_setup_refuses_prompts_that_would_not_be_found(cloud, repository, folder, message):
+    done, calls = cloud(repository / "launch/tpu_vm.sh", "setup", "run1", "--data", folder)
+    assert done.returncode == 2 and f"--data {folder}: {message}" in done.stderr and calls == []
 
 
 def test_tpu_other_actions(cloud):
@@ -108,7 +185,7 @@ def test_tpu_other_actions(cloud):
     done, _ = cloud("tpu_vm.sh", "fetch", "run1", "runs/x", "--dry-run")
     assert "run1:densegrpo/runs/x . --worker=0" in done.stdout
     done, _ = cloud("tpu_vm.sh", "run", "run1", "cfg", "--dry-run", env={"HF_TOKEN": "secret"})
-    assert "secret" not in done.stdout
+    assert "HF_TOKEN=..." in done.stdout and "secret" not in done.stdout
 
 
 @pytest.mark.parametrize(
@@ -138,7 +215,10 @@ def test_wrong_calls_say_what_is_missing(cloud, arguments, message):
     ("topology", "accelerator", "hosts", "chips"),
     [
         ("v5e:4x4", "tpu-v5-lite-podslice", 4, 4),
+        ("v5e:1x1", "tpu-v5-lite-podslice", 1, 1),
+        ("v6e:2x2", "tpu-v6e-slice", 1, 4),
         ("v6e:2x4", "tpu-v6e-slice", 1, 8),
+        ("v4:2x2x4", "tpu-v4-podslice", 4, 4),
         ("v6e:16x16", "tpu-v6e-slice", 64, 4),
         ("v5p:2x2x2", "tpu-v5p-slice", 2, 4),
     ],
@@ -168,12 +248,49 @@ def test_jobset_has_a_pod_for_every_host(cloud, topology, accelerator, hosts, ch
     assert container["resources"]["limits"] == container["resources"]["requests"] == {"google.com/tpu": chips}
     assert container["args"] == ["flux_dev_pickscore", "--a", 'say "x"|&y', "--run.workdir", "/shared/run1"]
     assert container["image"] == "repo/image:1" and container["command"] == ["/densegrpo/launch/worker.sh"]
-    assert pod["volumes"][0]["csi"]["volumeAttributes"]["bucketName"] == "bk" and not re.search("@[A-Z]+@", done.stdout)
+    volume = pod["volumes"][0]["csi"]["volumeAttributes"]
+    assert volume["bucketName"] == "bk" and not re.search("@[A-Z]+@", done.stdout)
+    assert {"metadata-cache:ttl-secs:0", "metadata-cache:negative-ttl-secs:0"} <= set(volume["mountOptions"].split(","))
+    assert [variable["name"] for variable in container["env"]] == ["HF_TOKEN"]
+
+
+def test_pods_get_libtpus_flags(cloud):
+    flags = '--a=1 --b="c|d&e"'
+    arguments = ["--topology", "v6e:2x4", "--image", "i", "--bucket", "b", "--dry-run", "toy"]
+    done, _ = cloud("gke.sh", "x", *arguments, env={"LIBTPU_INIT_ARGS": flags})
+    pod = yaml.safe_load(done.stdout)["spec"]["replicatedJobs"][0]["template"]["spec"]["template"]["spec"]
+    assert {"name": "LIBTPU_INIT_ARGS", "value": flags} in pod["containers"][0]["env"]
+
+
+def test_what_would_fail_again_is_not_started_again(cloud):
+    done, _ = cloud("gke.sh", "x", "--topology", "v6e:2x4", "--image", "i", "--bucket", "b", "--dry-run", "toy")
+    spec = yaml.safe_load(done.stdout)["spec"]
+    job = spec["replicatedJobs"][0]["template"]["spec"]
+    (container,) = job["template"]["spec"]["containers"]
+    # The trainer's codes for bad input and for a run that stopped itself; not 1 and 143, an interrupted one.
+    on_codes = {"containerName": container["name"], "operator": "In", "values": [2, 3]}
+    assert job["podFailurePolicy"] == {"rules": [{"action": "FailJob", "onExitCodes": on_codes}]}
+    assert job["template"]["spec"]["restartPolicy"] == "Never"  # else Kubernetes takes no podFailurePolicy
+    (rule,) = spec["failurePolicy"]["rules"]
+    assert (rule["action"], rule["onJobFailureReasons"]) == ("FailJobSet", ["PodFailurePolicy"])
+    assert re.fullmatch("[A-Za-z]([A-Za-z0-9_,:]*[A-Za-z0-9_])?", rule["name"])  # JobSet refuses other names
+    assert spec["failurePolicy"]["maxRestarts"] > 0
+
+
+@pytest.mark.parametrize("prompts", ["flow_grpo/dataset/pickscore_sfw/train.txt", "data/geneval/train_metadata.jsonl"])
+def test_the_image_has_the_prompts(prompts):
+    assert "COPY . ." in (LAUNCH / "Dockerfile").read_text()
+    left_out = (LAUNCH / "Dockerfile.dockerignore").read_text().split()
+    parts = prompts.split("/")
+    folders = ["/".join(parts[: i + 1]) for i in range(len(parts))]
+    assert not any(fnmatch(folder, pattern) for folder in folders for pattern in left_out)
+    assert any(fnmatch("flow_grpo/.git", pattern) for pattern in left_out)
 
 
 def test_jobset_is_applied(cloud):
     done, calls = cloud("gke.sh", "run1", "--topology", "v5e:4x4", "--image", "i", "--bucket", "b", "toy")
     assert calls == [["kubectl", "apply", "-f", "-"]] and "kubectl logs" in done.stdout
+    assert " -c train " in done.stdout  # the bucket's sidecar has logs too
 
 
 # --- a worker that is taken away ---------------------------------------------------------------------------------------
