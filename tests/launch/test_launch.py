@@ -79,7 +79,7 @@ def test_tpu_slices_are_asked_for_by_the_name_that_plan_takes(cloud, topology, k
     ]  # fmt: skip
 
 
-@pytest.mark.parametrize("script", ["tpu_vm.sh create", "gke.sh"])
+@pytest.mark.parametrize("script", ["tpu_vm.sh create", "gke.sh", "skypilot.sh"])
 @pytest.mark.parametrize(
     ("topology", "slices"),
     [
@@ -91,7 +91,7 @@ def test_tpu_slices_are_asked_for_by_the_name_that_plan_takes(cloud, topology, k
 )
 def test_slices_that_there_are_not_are_refused_with_those_that_there_are(cloud, script, topology, slices):
     name, *action = script.split()
-    options = [] if action else ["--image", "i", "--bucket", "b", "cfg"]
+    options = [] if action else ["--image", "i", "--bucket", "b", "cfg"] if name == "gke.sh" else ["--bucket", "b", "cfg"]
     done, calls = cloud(name, *action, "x", "--topology", topology, *options)
     assert done.returncode == 2 and calls == [] and f"--topology {topology}: there is no such slice; {slices}" in done.stderr
 
@@ -198,6 +198,12 @@ def test_tpu_other_actions(cloud):
         (["gke.sh", "x", "--topology", "v5e:16", "--image", "i", "--bucket", "b", "cfg"], "such as v5e:4x4"),
         (["gke.sh", "x", "--topology", "v5e:4x4", "cfg"], "--image and --bucket are needed"),
         (["gke.sh", "Big_Name", "--topology", "v5e:4x4", "--image", "i", "--bucket", "b", "cfg"], "small letters"),
+        (["skypilot.sh", "x", "--gpus", "H100:8", "cfg"], "--bucket is needed"),
+        (["skypilot.sh", "x", "--bucket", "b", "cfg"], "give --topology, such as v6e:2x4, or --gpus"),
+        (["skypilot.sh", "x", "--bucket", "b", "--gpus", "H100:8", "--topology", "v6e:2x4", "cfg"], "give --topology, such as"),
+        (["skypilot.sh", "x", "--bucket", "b", "--gpus", "8", "cfg"], "such as H100:8"),
+        (["skypilot.sh", "x", "--bucket", "b", "--topology", "v6e:2x4", "--nodes", "2", "cfg"], "goes with --gpus"),
+        (["skypilot.sh", "x", "--bucket", "b", "--gpus", "H100:8"], "name a config"),
         (["gpu.sh", "--cuda", "11", "cfg"], "12 and 13 are possible"),
         (["gpu.sh", "--dry-run"], "name a config"),
         (["slurm.sbatch", "--run.steps", "3"], "name a config"),
@@ -458,9 +464,57 @@ def test_the_gpu_check_tries_everything_on_the_gpu(cloud):
     assert full_size[-2:] == ["--json", "out/full_size.json"]
 
 
-def test_skypilot_task_runs_the_worker_with_its_options():
-    task = yaml.safe_load((LAUNCH / "skypilot.yaml").read_text())
-    assert task["envs"]["CONFIG"] == "sd35_medium_pickscore" and task["resources"]["accelerators"] == "tpu-v6e-8"
-    for step in ("setup", "run"):
-        subprocess.run(["bash", "-n", "-c", task[step]], check=True)
-    assert "launch/worker.sh" in task["run"] and "/shared" in task["file_mounts"]
+def sky_task(cloud, *arguments, env=None):
+    """(the task, the command) of a dry run."""
+    done, calls = cloud("skypilot.sh", "run1", *arguments, "--bucket", "bk", "--dry-run", "cfg:v6e-2x4", "--a", "b c|&'$x", env=env)
+    assert done.returncode == 0 and calls == [], done.stderr
+    return yaml.safe_load(done.stdout), shlex.split(done.stdout.splitlines()[-1].removeprefix("# "))
+
+
+def test_skypilot_takes_a_slice_by_the_name_that_plan_takes(cloud):
+    task, command = sky_task(cloud, "--topology", "v5e:2x4")
+    assert task["resources"] == {
+        "accelerators": "tpu-v5litepod-8",
+        "accelerator_args": {"tpu_vm": True, "runtime_version": "v2-alpha-tpuv5-lite"},
+        "use_spot": False,
+    }
+    assert task["name"] == "run1" and task["num_nodes"] == 1 and "[tpu,ocr]" in task["setup"]
+    assert task["file_mounts"]["/shared"] == {"source": "gs://bk", "mode": "MOUNT"} and task["workdir"] == "."
+    assert command[:4] == ["sky", "launch", "--cluster", "run1"] and command[-1].endswith("densegrpo-run1.yaml")
+    assert task["envs"] == task["secrets"] == {} and "--secret" not in command
+
+
+def test_skypilot_on_gpus_asks_for_no_tpu(cloud):
+    task, command = sky_task(cloud, "--gpus", "H100:8", "--nodes", "2", "--spot", "--managed")
+    assert task["resources"] == {"accelerators": "H100:8", "use_spot": True} and task["num_nodes"] == 2
+    assert "[cuda12,ocr]" in task["setup"] and "tpu" not in json.dumps(task)
+    assert command[:5] == ["sky", "jobs", "launch", "--name", "run1"]
+
+
+def test_skypilot_passes_tokens_and_flags_on(cloud):
+    env = {"HF_TOKEN": "secret", "LIBTPU_INIT_ARGS": '--a=1 --b="c"'}
+    task, command = sky_task(cloud, "--topology", "v6e:2x4", env=env)
+    assert task["envs"] == {"LIBTPU_INIT_ARGS": env["LIBTPU_INIT_ARGS"]}
+    assert task["secrets"] == {"HF_TOKEN": None} and command[-3:-1] == ["--secret", "HF_TOKEN"]  # its value is not written anywhere
+
+
+@pytest.mark.parametrize("nodes", [1, 2])
+def test_skypilot_runs_the_worker_with_its_options(cloud, trainer, tmp_path, nodes):
+    task, _ = sky_task(cloud, "--gpus", "H100:8")
+    for path in (tmp_path / "launch", tmp_path / ".venv/bin"):
+        path.mkdir(parents=True)
+    (tmp_path / "launch/worker.sh").symlink_to(LAUNCH / "worker.sh")
+    (tmp_path / ".venv/bin/densegrpo").write_text(f"#!{sys.executable}\nimport json, sys\nprint(json.dumps(sys.argv[1:]))\n")
+    (tmp_path / ".venv/bin/densegrpo").chmod(0o755)
+    env = {"SKYPILOT_NUM_NODES": str(nodes), "SKYPILOT_NODE_IPS": "10.0.0.1\n10.0.0.2", "SKYPILOT_NODE_RANK": "1"}
+    subprocess.run(["bash", "-n", "-c", task["setup"]], check=True)
+    done = subprocess.run(["bash", "-c", task["run"]], capture_output=True, text=True, cwd=tmp_path, env={**os.environ, **env})
+    several = ["--parallel.coordinator", "10.0.0.1:8476", "--parallel.processes", "2", "--parallel.process", "1"]
+    expected = ["train", "cfg:v6e-2x4", "--a", "b c|&'$x", "--run.workdir", "/shared/run1", *(several if nodes > 1 else [])]
+    assert json.loads(done.stdout) == expected, done.stderr
+
+
+def test_skypilot_launches_the_task(cloud, tmp_path):
+    done, calls = cloud("skypilot.sh", "run1", "--gpus", "H100:8", "--bucket", "bk", "toy", env={"TMPDIR": str(tmp_path)})
+    assert done.returncode == 0 and calls == [["sky", "launch", "--cluster", "run1", f"{tmp_path}/densegrpo-run1.yaml"]]
+    assert yaml.safe_load((tmp_path / "densegrpo-run1.yaml").read_text())["name"] == "run1"
