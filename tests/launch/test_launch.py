@@ -518,3 +518,20 @@ def test_skypilot_launches_the_task(cloud, tmp_path):
     done, calls = cloud("skypilot.sh", "run1", "--gpus", "H100:8", "--bucket", "bk", "toy", env={"TMPDIR": str(tmp_path)})
     assert done.returncode == 0 and calls == [["sky", "launch", "--cluster", "run1", f"{tmp_path}/densegrpo-run1.yaml"]]
     assert yaml.safe_load((tmp_path / "densegrpo-run1.yaml").read_text())["name"] == "run1"
+
+
+# --- the guide ---------------------------------------------------------------------------------------------------------
+
+
+def test_the_guide_s_commands_are_ones_that_the_scripts_take(cloud, repository):
+    guide = (ROOT / "docs" / "launching.md").read_text()
+    blocks = "\n".join(re.findall("```bash\n(.*?)```", guide, re.DOTALL)).replace("\\\n", " ")
+    lines = [shlex.split(line, comments=True) for line in blocks.splitlines()]
+    commands = [words[words.index("bash") + 1 :] for words in lines if "bash" in words]
+    assert {Path(words[0]).name for words in commands} >= {"gpu.sh", "tpu_vm.sh", "gke.sh", "skypilot.sh"}
+    for script, *words in commands:
+        if script.startswith("launch/"):
+            first = words[:2] if script.endswith("tpu_vm.sh") else words[:1] if script.endswith(("gke.sh", "skypilot.sh")) else []
+            done, calls = cloud(repository / script, *first, "--dry-run", *words[len(first) :])
+            assert done.returncode == 0 and calls == [], (script, words, done.stderr)
+            assert done.stdout
