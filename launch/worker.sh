@@ -3,8 +3,8 @@
 #
 #   launch/worker.sh CONFIG [training options]
 #
-# A container's first process gets the signals and must pass them on. After a SIGTERM the exit code is 143 though the trainer ended in
-# good order, so that whoever restarts jobs that failed starts this one again; the same command then continues the run.
+# A container's first process gets the signals and must pass them on. After a SIGTERM the exit code is 143 where the trainer ended in good
+# order, so that whoever restarts jobs that failed starts this one again; the same command then continues the run. Else it is the trainer's.
 set -uo pipefail
 
 asked=0
@@ -19,10 +19,10 @@ trap forward TERM INT
 "${DENSEGRPO:-densegrpo}" train "$@" &
 child=$!
 ((asked)) && kill -TERM "$child"
-while :; do
-  wait "$child"
-  status=$?
-  kill -0 "$child" 2>/dev/null || break # a signal ends wait, not the trainer
+while kill -0 "$child" 2>/dev/null; do
+  wait "$child" # a signal ends wait, not the trainer
 done
-((asked)) && exit 143
+wait "$child" # again, as the last one may have told of a signal; bash keeps the status
+status=$?
+((asked && status == 0)) && exit 143
 exit "$status"
