@@ -217,14 +217,15 @@ def encode_prompts(
     Padding tokens are not masked, so the network sees `max_sequence_length`: use one value in training, sampling and evaluation. The
     negative prompt is encoded like any other.
 
-    On a mesh the devices share the prompts. Encoders that wait in the machine's memory are brought to the devices, used, and let go.
+    On a mesh each copy of the encoders takes a share of the prompts. Encoders that wait in the machine's memory are brought to the devices,
+    used, and let go.
 
     Args:
       pipe: with the text encoders' parameters.
       prompts: P texts; the empty one is allowed. What is too long is cut, see `truncated`.
       max_sequence_length: T5 tokens, 1 to 512.
-      batch_size: prompts encoded at once, at least; one for each device of a mesh where they are more. The last batch is filled up, so that
-        one program serves all.
+      batch_size: prompts encoded at once, at least; one for each copy of the encoders where they are more. The last batch is filled up, so
+        that one program serves all.
       cache: what was encoded before, used and extended; a prompt of SD3.5 takes 5 MB of host memory in float32.
 
     Returns:
@@ -240,7 +241,7 @@ def encode_prompts(
     cache = {} if cache is None else cache
     new = [prompt for prompt in dict.fromkeys(prompts) if (prompt, max_sequence_length) not in cache]
     encoders = _encoders(pipe) if new else {}
-    batch_size = -(-batch_size // parallel.row_shares()) * parallel.row_shares()
+    batch_size = -(-batch_size // parallel.copies()) * parallel.copies()
     for start in range(0, len(new), batch_size):
         batch = new[start : start + batch_size]
         ids = _tokenize(pipe, batch + [""] * (batch_size - len(batch)), max_sequence_length)
@@ -259,7 +260,7 @@ def _encoders(pipe: Pipeline) -> dict[str, dict]:
 
 @partial(jax.jit, static_argnums=(0, 1, 2))
 def _encode(configs, dtype, max_sequence_length, params, ids):
-    return parallel.whole(FAMILIES[configs.family].text(configs, dtype, max_sequence_length, params, parallel.by_rows(ids)))
+    return parallel.whole(FAMILIES[configs.family].text(configs, dtype, max_sequence_length, params, parallel.by_copies(ids)))
 
 
 def truncated(pipe: Pipeline, prompts: Sequence[str], max_sequence_length: int = 256) -> list[str]:

@@ -8,6 +8,7 @@ from densegrpo_jax.config import Parallel
 from densegrpo_jax.models.attention import BATCH_AXES, HEAD_AXIS
 
 ROWS = BATCH_AXES  # the axes that trajectories are spread over
+COPIES = "data"  # the axis along which shared weights are there again
 AXES = (*ROWS, HEAD_AXIS)
 
 

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding
 
 from densegrpo_jax.models.mmdit import INPUTS_SHARED, OUTPUTS_SHARED
-from densegrpo_jax.parallel.mesh import ROWS
+from densegrpo_jax.parallel.mesh import COPIES, ROWS
 
 
 def over_rows(mesh: Mesh | None, tree: Any, axis: int = 0) -> Any:
@@ -89,7 +89,15 @@ def sent(tree: Any) -> Any:
     return jax.tree.map(lambda leaf, place: jax.make_array_from_callback(leaf.shape, place, leaf.__getitem__), tree, spread(mesh, tree))
 
 
-def row_shares() -> int:
-    """Over how many devices of the ambient mesh rows are spread; 1 without a mesh."""
+def copies() -> int:
+    """How many copies of shared weights the ambient mesh holds; 1 without a mesh."""
     mesh = jax.sharding.get_abstract_mesh()
-    return 1 if mesh.empty else math.prod(mesh.shape[axis] for axis in ROWS)
+    return 1 if mesh.empty else mesh.shape[COPIES]
+
+
+def by_copies(tree: Any) -> Any:
+    """Inside a program: spreads arrays over the copies of shared weights of the ambient mesh, along their first axis. The devices of a copy
+    hold the same, so that weights may stay where they are, and products be computed in shares: for few rows and large weights."""
+    if jax.sharding.get_abstract_mesh().empty:
+        return tree
+    return jax.tree.map(lambda leaf: jax.lax.with_sharding_constraint(leaf, jax.P(COPIES)), tree)

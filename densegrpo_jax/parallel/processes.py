@@ -30,7 +30,7 @@ def join(settings: Parallel) -> None:
 
     Processes are told of each other by the settings, or by what their cluster says: SLURM, where the job step has several tasks; GKE and
     Cloud TPU VMs, where the slice has several hosts; and, with coordinator = "cluster", whatever JAX knows how to ask. On one box without
-    any of it this does nothing. Who waits says so; whoever has waited LIMIT seconds ends with exit code 2.
+    any of it this does nothing. Who waits says so; whoever has waited LIMIT seconds ends with exit code 1.
 
     Raises:
       ValueError: coordinator, processes and process are not given together, or do not fit.
@@ -71,7 +71,7 @@ def _meet(who: str, where: str, *whole: Any) -> None:
             waited += SAY
             print(f"{who}: the others are awaited since {waited:.0f} s; start the same command {where}", file=sys.stderr, flush=True)
         print(f"{who}: the others did not come within {LIMIT:.0f} s; giving up", file=sys.stderr, flush=True)
-        os._exit(2)  # from jax's waiting, which nothing else ends
+        os._exit(1)  # from jax's waiting, which nothing else ends
 
     threading.Thread(target=watch, daemon=True).start()
     try:

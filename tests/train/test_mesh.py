@@ -319,7 +319,7 @@ def test_a_model_folder_with_guidance_shared_weights_and_a_scorer_on_the_devices
     same(tmp_path / "one", tmp_path / "mesh", rtol=5e-4)  # gradients through a network in float32, whose products are cut up differently
 
 
-def test_text_encoders_share_the_prompts_and_those_that_wait_on_the_host_come_in_shares_and_go(monkeypatch):
+def test_copies_of_the_text_encoders_share_the_prompts_and_those_that_wait_on_the_host_come_in_shares_and_go(monkeypatch):
     calls = []
 
     def seen(configs, dtype, length, params, ids):
@@ -341,6 +341,6 @@ def test_text_encoders_share_the_prompts_and_those_that_wait_on_the_host_come_in
             assert sum(leaf.nbytes for leaf in jax.live_arrays()) - before < 1e5, name  # nothing but what was encoded stays
     one, host, device = calls
     assert one[0] == 1 and host[0] == device[0] == 1 / 4 and {call[1] for call in calls} == {8}
-    assert host[2] < one[2] / 4  # of each device, an eighth of the prompts
+    assert host[2] < one[2] / 4  # of each device; two copies share the prompts, and four devices the products of each
     for name in ("host", "device"):
         jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=2e-5), encoded["one"], encoded[name])
