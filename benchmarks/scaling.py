@@ -21,6 +21,7 @@ EFFICIENCY = 0.4
 GROWTH = {"v5e": ("2x4", "4x4", "8x8", "16x16"), "v6e": ("2x4", "4x4", "8x8", "16x16")}  # prompts per step grow with the chips
 PROMPTS = 3  # per step and chip
 OCR_SECONDS = 0.26  # of one core for an image; docs/ocr.json, "page"
+SERVER_CORES = 64  # of one machine that reads for all hosts
 
 
 def place(recipe: recipes.Recipe, name: str) -> dict:
@@ -75,6 +76,7 @@ def main() -> None:
         rows = result["growth"][kind] = growth("sd35_medium_pickscore", kind, shapes)
         print(f"\nweak scaling on {kind}: sd35_medium_pickscore with {PROMPTS} prompts per step and chip\n")
         print("\n".join(scaling(rows)))
+        print(f"\n{server(rows)}")
     print("\nfor docs/launching.md\n\n" + "\n".join(guide(result["plans"])))
     if arguments.json:
         arguments.json.write_text(json.dumps(result, indent=1) + "\n")
@@ -123,6 +125,12 @@ def plans(rows: list[dict]) -> list[str]:
         costs = f"{row['seconds_per_step']:.0f}", f"{row['images_per_chip_second']:.2f}", f"{row['chip_hours']:,.0f}"
         cells.append((row["topology"], *numbers, memory_cell, *costs))
     return command.table(header, cells)
+
+
+def server(rows: list[dict]) -> str:
+    """Up to how many chips one machine keeps pace with reading, whatever the number of hosts."""
+    reads, each = SERVER_CORES / OCR_SECONDS, min(row["host_images_per_second"] / row["chips"] for row in rows if "refused" not in row)
+    return f"one machine of {SERVER_CORES} cores reads {reads:.0f} images a second, those of {reads / each:.0f} chips"
 
 
 def scaling(rows: list[dict]) -> list[str]:
