@@ -192,6 +192,7 @@ def test_an_evaluation_samples_by_the_program_that_is_compiled(monkeypatch, tmp_
 
     monkeypatch.setattr(phases, "make_generate", make)
     config = change(cli.load_config("scenes_preference"), run={"workdir": tmp_path}, prompts={"per_step": 4}, sampling={"chunk": 24})
+    config = change(config, evaluation={"num_steps": config.sampling.num_steps - 3})
     recipe, run = recipes.read(config), policy.load(config)
     evaluate = loop._make_evaluation(config, run, None, None, {}, prompts.load(config.prompts.evaluation))
     with pytest.raises(Seen) as seen:
@@ -303,9 +304,8 @@ def test_scorers_and_evaluation_compile(monkeypatch):
     images = -(-recipe.images // 4 // 32) * 32 * 32 * 32 * 3 / 4
     assert images < scored["compiler"]["argument"] < images + 1.3 * 4 * recipe.scorers
     found = aot.compared("evaluate", recipe, settings._replace(attention="xla"), where)
-    e = recipe.config.evaluation
     assert found["calls_per_step"] * aot.evaluated(recipe.config, settings.chunk) == recipe.evaluated_images
-    assert found["compiler"]["temporary"] > 0 and e.num_steps != recipe.config.sampling.num_steps
+    assert found["compiler"]["temporary"] > 0
 
 
 @needs_libtpu
