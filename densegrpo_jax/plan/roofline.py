@@ -123,11 +123,11 @@ def phases(recipe: Recipe, settings: Settings, topology: Topology) -> list[Phase
             calls * weights * shared + reduced(rows * evaluations * r.branches) + brought,
         )  # fmt: skip
 
-    # --- encode (every chip all prompts, as chips share the weights only), sample, complete
+    # --- encode (all prompts on every chip; chips that share the weights compute each product in shares), sample, complete
     texts = config.prompts.per_step
     encode = sum(p.flops for p in r.encoders.values())
     calls = -(-texts // ENCODED_AT_ONCE)
-    rows = n * calls * ENCODED_AT_ONCE  # the last call is filled up
+    rows = n / (s.fsdp * s.tensor) * calls * ENCODED_AT_ONCE  # the last call is filled up
     moved = sum(touched(p, rows, width) + calls * p.weights * width * (1 + shared) for p in r.encoders.values())
     gathered = sum(p.weights for p in r.encoders.values()) * width * shared * calls
     result = [phase("encode", 0.0, rows * encode, texts * encode, moved, gathered)]
