@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from densegrpo_jax.plan.chips import CHIPS, Topology
 from densegrpo_jax.plan.flops import Pass
-from densegrpo_jax.plan.recipe import Recipe
+from densegrpo_jax.plan.recipe import Recipe, text_lengths
 from densegrpo_jax.train.phases import recomputes
 
 SPLASH_BLOCK = 512  # tokens; sequences are padded to whole blocks, see models/attention.py
@@ -123,14 +123,18 @@ def phases(recipe: Recipe, settings: Settings, topology: Topology) -> list[Phase
             calls * weights * shared + reduced(rows * evaluations * r.branches) + brought,
         )  # fmt: skip
 
-    # --- encode (all prompts on every chip; chips that share the weights compute each product in shares), sample, complete
+    # --- encode: all prompts on every chip, but chips that share the weights leave them, compute each product in shares and sum, as with so
+    # few tokens that is less to receive
     texts = config.prompts.per_step
     encode = sum(p.flops for p in r.encoders.values())
     calls = -(-texts // ENCODED_AT_ONCE)
-    rows = n / (s.fsdp * s.tensor) * calls * ENCODED_AT_ONCE  # the last call is filled up
-    moved = sum(touched(p, rows, width) + calls * p.weights * width * (1 + shared) for p in r.encoders.values())
-    gathered = sum(p.weights for p in r.encoders.values()) * width * shared * calls
-    result = [phase("encode", 0.0, rows * encode, texts * encode, moved, gathered)]
+    together = s.fsdp * s.tensor
+    rows = n / together * calls * ENCODED_AT_ONCE  # the last call is filled up
+    moved = sum(touched(p, rows, width) + calls * p.weights * width / together for p in r.encoders.values())
+    lengths = text_lengths(config, r.configs)
+    sums = sum(2 * p.depth * lengths[name] * p.widest * width for name, p in r.encoders.items())
+    result = [phase("encode", 0.0, rows * encode, texts * encode, moved, calls * ENCODED_AT_ONCE * 2 * (together - 1) / together * sums)]
+    # --- sample, complete
     chunks, more = B / s.chunk, r.price.evaluations - T
     result.append(forward("rollout", T, T, chunks * T, B))
     if r.tables.scheme:
