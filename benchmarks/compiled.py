@@ -26,29 +26,30 @@ PLACES = (
     ("sd35_medium_pickscore", "v6e:2x4"),
     ("sd35_medium_pickscore_1024", "v6e:8x8"),
     ("sd35_medium_pickscore", "v4:2x2x2"),
+    ("flux_dev_pickscore", "v6e:4x4"),
 )
+EVERYWHERE = ("sample", "decode", "recompute", "update")  # of each place
+WHOLE = (PLACES[0], PLACES[-1])  # of these all programs
 GROWTH = ("v5e:16x16", "v5e:4x4", "v5e:8x8", "v5e:2x4")  # prompts per step grow with the chips, settings per chip stay
 GROWN = ("sample", "update")
+GROWN_WITH = Settings(fsdp=8, chunk=32, micro_batch=64, decode_chunk=64, remat=True, attention="splash")  # on 16 chips, scaled to others
 PROMPTS = 3  # per step and chip
 NO_RINGS = "--xla_jf_spmd_threshold_for_windowed_einsum_mib=1000000"  # products wait for gathered weights
 
 
 def jobs() -> list[tuple[str, str, str, int | None, str]]:
     """(program, config, slice, prompts per step or None, libtpu's flags), what is most wanted first."""
-    plans = [(program, name, where, None, "") for name, where in PLACES for program in aot.PROGRAMS]
+    plans = [(program, *place, None, "") for place in PLACES for program in (aot.PROGRAMS if place in WHOLE else EVERYWHERE)]
     grown = [(where, "") for where in GROWTH] + [("v5e:2x4", NO_RINGS)]
     return plans + [(program, PLACES[0][0], where, PROMPTS * topology(where).count, flags) for where, flags in grown for program in GROWN]
 
 
 def settings_of(recipe: recipes.Recipe, where, growing: bool) -> Settings:
-    """What `--search` finds; for growth what it finds on 16 chips, scaled to the chips."""
+    """What `--search` finds; for growth always the same for each chip."""
     if not growing:
         return search.search(recipe, where)
-    sixteen = topology("v5e:4x4")
-    config = change(recipe.config, prompts={"per_step": PROMPTS * sixteen.count})
-    found = search.search(recipes.read(config), sixteen)
-    scaled = {name: getattr(found, name) * where.count // sixteen.count for name in ("chunk", "micro_batch", "decode_chunk")}
-    return found._replace(**scaled)
+    scaled = {name: getattr(GROWN_WITH, name) * where.count // 16 for name in ("chunk", "micro_batch", "decode_chunk")}
+    return GROWN_WITH._replace(**scaled)
 
 
 def job_of(row: dict) -> tuple:
@@ -63,7 +64,7 @@ def recipe_of(name: str, prompts: int | None) -> recipes.Recipe:
 
 
 def planned(row: dict) -> dict:
-    """A row with what the plan says today of the settings that it was compiled with."""
+    """A row with what the plan says today of the settings that it was compiled with; the compiler's numbers stay."""
     recipe, where = recipe_of(row["config"], row["prompts"]), topology(row["slice"])
     return row | {"plan": aot.estimates(row["program"], recipe, Settings(**row["settings"]), where)}
 
@@ -97,10 +98,8 @@ def tables(rows: list[dict]) -> dict[str, list[str]]:
         for row in grown:
             each = [row["compiler"]["collectives"].get(kind, (0, 0))[1] * row["calls_per_step"] / 1e9 for kind in kinds]
             numbers = *(f"{n:,.1f}" for n in each), f"{sum(each):,.0f}", f"{row['plan']['received'] / 1e9:,.0f}"
-            cells.append(
-                (row["program"], str(row["chips"]) + ", no rings" * bool(row["flags"]), *numbers, f"{row['compiler']['peak'] / GIB:.2f}")
-            )
-        found["growth"] = command.table(("received GB", "chips", *kinds, "all", "plan", "peak GiB"), cells)
+            cells.append((row["program"], str(row["chips"]) + ", no rings" * bool(row["flags"]), *numbers, f"{aot.needed(row) / GIB:.2f}"))
+        found["growth"] = command.table(("received GB", "chips", *kinds, "all", "plan", "needed GiB"), cells)
     return found
 
 

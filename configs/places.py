@@ -26,7 +26,7 @@ def place(
 
 PLACES = {
     "sd35_medium_pickscore": {
-        "v5e-4x4": place(chunk=64, decode_chunk=64, micro_batch=64, remat=True, attention="splash", fsdp=8),
+        "v5e-4x4": place(chunk=32, decode_chunk=64, micro_batch=64, remat=True, attention="splash", fsdp=8),
         "v6e-2x4": place(chunk=32, decode_chunk=32, micro_batch=32, remat=True, attention="splash", fsdp=2),
         "v6e-4x4": place(chunk=64, decode_chunk=64, micro_batch=64, remat=True, attention="splash"),
         "v4-2x2x2": place(chunk=32, decode_chunk=32, micro_batch=8, remat=False, attention="splash", encoders="host"),
@@ -58,7 +58,7 @@ PLACES = {
     },
     "flux_dev_pickscore": {
         "v6e-2x4": place(chunk=48, decode_chunk=32, micro_batch=48, remat=True, attention="splash", fsdp=4),
-        "v6e-4x4": place(chunk=64, decode_chunk=64, micro_batch=64, remat=True, attention="splash", fsdp=2),
+        "v6e-4x4": place(chunk=96, decode_chunk=64, micro_batch=96, remat=True, attention="splash", fsdp=4),
         "v5p-2x2x1": place(chunk=16, decode_chunk=16, micro_batch=4, remat=False),
         "v5p-2x2x2": place(chunk=32, decode_chunk=32, micro_batch=8, remat=False),
         "h100-8": place(chunk=32, decode_chunk=32, micro_batch=8, remat=False, encoders="host"),

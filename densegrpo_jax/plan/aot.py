@@ -9,26 +9,34 @@ import importlib.util
 import os
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from densegrpo_jax import flow, parallel
+from densegrpo_jax import flow, parallel, pipeline
+from densegrpo_jax import policy as policies
 from densegrpo_jax.config import Config, batch_size
 from densegrpo_jax.families import Conditioning, Configs
 from densegrpo_jax.parallel.mesh import ROWS, arranged
-from densegrpo_jax.plan import roofline
-from densegrpo_jax.plan.chips import GIB, Topology
+from densegrpo_jax.plan import published, roofline
+from densegrpo_jax.plan.chips import GIB, Topology, topology
 from densegrpo_jax.plan.collectives import received
-from densegrpo_jax.plan.memory import memory
-from densegrpo_jax.plan.recipe import Recipe, abstract_policy
-from densegrpo_jax.plan.roofline import Settings
+from densegrpo_jax.plan.memory import evaluated, memory
+from densegrpo_jax.plan.recipe import Recipe, abstract_policy, of_type, on_device, shapes, text_lengths
+from densegrpo_jax.plan.roofline import ENCODED_AT_ONCE, SCORED_AT_ONCE, Settings
+from densegrpo_jax.policy import Policy
+from densegrpo_jax.rewards import aesthetic, clip
 from densegrpo_jax.train import phases, state
 from densegrpo_jax_configs.variants import change
 
-PHASES = {"sample": ("rollout", "completion"), "decode": ("decode",), "recompute": ("recompute",), "update": ("update",)}
+PHASES = {
+    "encode": ("encode",), "sample": ("rollout", "completion"), "decode": ("decode",), "reward": ("reward",), "recompute": ("recompute",),
+    "update": ("update",), "evaluate": ("evaluation",),
+}  # fmt: skip
 PROGRAMS = tuple(PHASES)
+KEPT = ("sample", "update")  # their results are the trajectories, which the plan counts as there, and the state, in whose place they come
 
 
 class Compiled(NamedTuple):
@@ -36,7 +44,8 @@ class Compiled(NamedTuple):
 
     Attributes:
       name: one of PROGRAMS.
-      argument, temporary, output, peak: bytes; arguments and outputs lie in the memory too.
+      argument, temporary, output, peak: bytes, of several programs the most; arguments and outputs lie in the memory too. The peak may be
+        less than arguments and temporary ones together, which are laid out apart.
       collectives: kind -> how often they run, and bytes that the chip receives in them.
       seconds: that compiling took.
     """
@@ -55,7 +64,7 @@ def available() -> bool:
     return importlib.util.find_spec("libtpu") is not None
 
 
-def mesh(where: Topology, fsdp: int, tensor: int = 1) -> jax.sharding.Mesh:
+def mesh(where: Topology, fsdp: int = 1, tensor: int = 1) -> jax.sharding.Mesh:
     """Devices of a slice that is not there, as the mesh of a run.
 
     Raises:
@@ -93,30 +102,50 @@ def compile_phase(name: str, recipe: Recipe, settings: Settings, where: Topology
       name: one of PROGRAMS.
       recipe: of the config.
       settings: chunks, attention and remat, which replace the config's; weights are shared over `fsdp` chips, products over `tensor`.
-      where: TPU slice.
+      where: TPU slice. Rewards are scored by each process on its own chips, so that they are compiled for a slice of those alone.
 
     Raises:
       ValueError: an unknown name, no libtpu, or a program that does not fit, with the compiler's words.
     """
     if name not in PROGRAMS:
         raise ValueError(f"program {name!r}: choose one of {', '.join(PROGRAMS)}")
-    devices = mesh(where, settings.fsdp, settings.tensor)
-    program, arguments = build(name, recipe, settings, devices)
+    devices = mesh(of_process(where)) if name == "reward" else mesh(where, settings.fsdp, settings.tensor)
+    parts = [_compiled(f"{name} on {where.name}", *part, devices) for part in build(name, recipe, settings, devices, where.hosts)]
+    sizes, collectives, seconds = zip(*parts)
+    summed: dict[str, tuple[int, int]] = {}
+    for kind, (number, size) in (item for found in collectives for item in found.items()):
+        before = summed.get(kind, (0, 0))
+        summed[kind] = before[0] + number, before[1] + size
+    return Compiled(name, *map(max, zip(*sizes)), summed, sum(seconds))
+
+
+def _compiled(said: str, program: Callable, arguments: tuple, devices: jax.sharding.Mesh) -> tuple[tuple[int, ...], dict, float]:
+    """Sizes of arguments, temporary arrays and outputs, and the peak; what is received; seconds of compiling."""
     with jax.set_mesh(devices):  # only now: nothing can be computed on these devices
         began = time.perf_counter()
         try:
             compiled = program.lower(*arguments).compile()
         except jax.errors.JaxRuntimeError as error:
-            raise ValueError(f"{name} on {where.name}: {str(error).strip().splitlines()[0]}") from error
+            raise ValueError(f"{said}: {str(error).strip().splitlines()[0]}") from error
         seconds = time.perf_counter() - began
     found = compiled.memory_analysis()
     sizes = found.argument_size_in_bytes, found.temp_size_in_bytes, found.output_size_in_bytes, found.peak_memory_in_bytes
-    return Compiled(name, *sizes, received(compiled.as_text()), seconds)
+    return sizes, received(compiled.as_text()), seconds
+
+
+def of_process(where: Topology) -> Topology:
+    """The chips of one process, as a slice of their own: libtpu compiles for whole slices only."""
+    return where if where.hosts == 1 else topology(f"{where.chip.name}:{'2x2' if where.chip.dims == 2 else '2x2x1'}")
 
 
 def programs(recipe: Recipe) -> list[str]:
     """The programs that a run of the recipe has."""
-    return [name for name in PROGRAMS if name != "recompute" or phases.recomputes(recipe.config)]
+    has = {
+        "reward": recipe.vision is not None,
+        "recompute": phases.recomputes(recipe.config),
+        "evaluate": evaluated(recipe.config, 1) > 0,
+    }
+    return [name for name in PROGRAMS if has.get(name, True)]
 
 
 def compared(name: str, recipe: Recipe, settings: Settings, where: Topology, layers: int | None = None) -> dict[str, Any]:
@@ -132,7 +161,12 @@ def compared(name: str, recipe: Recipe, settings: Settings, where: Topology, lay
     """
     found = compile_phase(name, recipe if layers is None else recipe._replace(configs=with_layers(recipe.configs, layers)), settings, where)
     pieces = recipe.trajectories // settings.chunk if recipe.elsewhere else 1
-    calls = {"sample": pieces, "update": recipe.config.optimizer.updates}.get(name, 1)
+    calls = {
+        "encode": -(-recipe.config.prompts.per_step // ENCODED_AT_ONCE),
+        "sample": pieces,
+        "update": recipe.config.optimizer.updates,
+        "evaluate": recipe.evaluated_images / (evaluated(recipe.config, settings.chunk) or 1),
+    }.get(name, 1)
     return {
         "compiler": found._asdict(),
         "calls_per_step": calls,
@@ -143,53 +177,73 @@ def compared(name: str, recipe: Recipe, settings: Settings, where: Topology, lay
 
 def estimates(name: str, recipe: Recipe, settings: Settings, where: Topology) -> dict[str, float]:
     """What the plan says of a program, in bytes of each chip: "during" and "received" are its estimates of temporary and received ones,
-    "beside" is what lies in the memory and is no argument of the program, and "usable" the memory."""
-    needed, bounds = memory(recipe, settings, where), roofline.phases(recipe, settings, where)
+    "held" is what lies in the memory, whether the program reads it or not, and "usable" the memory."""
+    planned, bounds = memory(recipe, settings, where), roofline.phases(recipe, settings, where)
+    given = {phase: planned.given.get(phase, 0.0) for phase in PHASES[name]}
     return {
-        "during": max(needed.during[phase] for phase in PHASES[name] if phase in needed.during),
-        "beside": needed.resident["text encoders"] + needed.resident["scorers"],
+        "during": max(planned.during[phase] - given[phase] for phase in given if phase in planned.during),
+        "held": sum(planned.resident.values()) + max(given.values()),
         "received": sum(phase.received for phase in bounds if phase.name in PHASES[name]),
         "usable": where.chip.hbm,
     }
 
 
+def needed(row: dict[str, Any]) -> float:
+    """Bytes of each chip while a program runs, of what `compared` found: everything that lies there, the temporary arrays, which are taken
+    as one piece, and results, unless they are counted as there."""
+    c = row["compiler"]
+    return max(row["plan"]["held"], c["argument"]) + c["temporary"] + (0 if c["name"] in KEPT else c["output"])
+
+
 COLUMNS = (
-    "arguments GiB", "temporary GiB", "plan: temporary", "peak GiB", "with encoders, scorers", "usable GiB", "received GB",
-    "plan: received", "compiled in s",
+    "arguments GiB", "temporary GiB", "plan: temporary", "needed GiB", "usable GiB", "received GB", "of which", "plan: received",
+    "compiled in s",
 )  # fmt: skip
 
 
 def cells(row: dict[str, Any]) -> tuple[str, ...]:
     """What `compared` found, under COLUMNS."""
     c, p = row["compiler"], row["plan"]
-    gib = c["argument"], c["temporary"], p["during"], c["peak"], c["peak"] + p["beside"], p["usable"]
-    return *(f"{n / GIB:.2f}" for n in gib), *(f"{n / 1e9:,.0f}" for n in (row["collective_bytes"], p["received"])), f"{c['seconds']:.0f}"
+    gib = (f"{n / GIB:.2f}" for n in (c["argument"], c["temporary"], p["during"], needed(row), p["usable"]))
+    return *gib, f"{row['collective_bytes'] / 1e9:,.0f}", kinds(row), f"{p['received'] / 1e9:,.0f}", f"{c['seconds']:.0f}"
 
 
-def build(name: str, recipe: Recipe, settings: Settings, devices: jax.sharding.Mesh) -> tuple[Callable, tuple]:
-    """A phase's jitted function with the shapes and shardings of its arguments."""
+def kinds(row: dict[str, Any]) -> str:
+    """What is received by kind of collective, the largest first; what is below a percent is left out."""
+    sizes = {kind: size for kind, (_, size) in row["compiler"]["collectives"].items()}
+    parts = [(size / sum(sizes.values()), kind) for kind, size in sizes.items() if size]
+    return ", ".join(f"{kind} {part:.0%}" for part, kind in sorted(parts, reverse=True) if part >= 0.01)
+
+
+def build(name: str, recipe: Recipe, settings: Settings, devices: jax.sharding.Mesh, hosts: int = 1) -> list[tuple[Callable, tuple]]:
+    """A phase's jitted functions, which run one after another, with the shapes and shardings of their arguments.
+
+    Args:
+      name, recipe, settings: see `compile_phase`.
+      devices: of the run, or for "reward" those of one process.
+      hosts: processes, which share the images that are scored.
+    """
     config, policy = _settled(recipe, settings)
-    shard = jax.sharding.NamedSharding
-    everywhere = shard(devices, jax.P())
+    if name == "encode":
+        return [_encode(config, recipe.configs, devices)]
+    if name == "reward":
+        return _reward(recipe, devices, hosts)
+    return [_phase(name, recipe, settings, devices, config, policy)]
+
+
+def _phase(
+    name: str, recipe: Recipe, settings: Settings, devices: jax.sharding.Mesh, config: Config, policy: Policy
+) -> tuple[Callable, tuple]:
+    """One of `train.phases`."""
+    array, replicated = partial(_array, devices), partial(_replicated, devices)
     rows, P = ROWS, config.prompts.per_step
     B, T = batch_size(config), config.sampling.num_steps
-
-    def array(shape, *spec, dtype=jnp.float32):
-        return jax.ShapeDtypeStruct(shape, dtype, sharding=shard(devices, jax.P(*spec)))
-
-    def placed(leaf, place):
-        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place)
-
-    def replicated(tree):
-        return jax.tree.map(lambda leaf: placed(leaf, everywhere), tree)
-
-    network = policy.params["network"]
-    params = {"network": jax.tree.map(placed, network, parallel.spread(devices, network)), "decoder": replicated(policy.params["decoder"])}
+    params = {"network": _spread(devices, policy.params["network"]), "decoder": replicated(policy.params["decoder"])}
     transformer, dtype = recipe.configs.transformer, jnp.dtype(config.model.dtype)
 
-    def text(count):
-        context = array((count, recipe.text_tokens, transformer.joint_attention_dim), dtype=dtype)
-        return Conditioning(context, array((count, transformer.pooled_projection_dim), dtype=dtype))
+    def text(count, *spec):
+        context = array((count, recipe.text_tokens, transformer.joint_attention_dim), *spec, dtype=dtype)
+        return Conditioning(context, array((count, transformer.pooled_projection_dim), *spec, dtype=dtype))
 
     uncond = text(1) if config.sampling.guidance_scale != 1.0 else None
     trained = replicated(policy.start())
@@ -198,6 +252,11 @@ def build(name: str, recipe: Recipe, settings: Settings, devices: jax.sharding.M
         count = settings.chunk if recipe.elsewhere else B  # rewards on the host take a chunk at a time
         ids = array((count,), rows, dtype=jnp.int32)
         return phases.make_sample(config, policy, recipe.tables), (params, trained, text(P), uncond, integer, ids, ids)
+    if name == "evaluate":
+        count = evaluated(config, settings.chunk)
+        sigmas = policies.sigmas(config, policy, config.evaluation.num_steps)
+        given = (params, trained, text(count, rows), uncond, array((count,), rows, dtype=jnp.int32), integer)
+        return phases.make_generate(config, policy, sigmas), given
     if name == "decode":
         return phases.make_decode(config, policy, devices.size // settings.tensor), (params, array((recipe.images, *recipe.latent), rows))
 
@@ -218,7 +277,52 @@ def build(name: str, recipe: Recipe, settings: Settings, devices: jax.sharding.M
     return phases.make_update(config, policy), (start, params, batch, order, array((), dtype=bool))
 
 
-def _settled(recipe: Recipe, settings: Settings) -> tuple[Config, Any]:
+def _encode(config: Config, configs: Configs, devices: jax.sharding.Mesh) -> tuple[Callable, tuple]:
+    """The text encoders on the prompts of one call, which every device sees."""
+    dtype, lengths = jnp.dtype(config.model.dtype), text_lengths(config, configs)
+    encoders = {name: _spread(devices, of_type(shapes(configs, name), dtype)) for name in lengths}
+    ids = {name: _array(devices, (ENCODED_AT_ONCE, length), dtype=jnp.int32) for name, length in lengths.items()}
+    return pipeline._encode, (configs, dtype, config.model.max_sequence_length, encoders, ids)
+
+
+def _reward(recipe: Recipe, devices: jax.sharding.Mesh, hosts: int) -> list[tuple[Callable, tuple]]:
+    """The scorers on the device: of each its text tower, and its vision tower on a process's images of a step."""
+    found, count = [], -(-recipe.images // hosts)
+    size = clip.at_once(count, SCORED_AT_ONCE, devices.size)
+    height, width = (side * recipe.configs.vae.downsampling for side in recipe.latent[:2])
+    array = partial(_array, devices)
+    images = array((-(-count // size) * size, height, width, 3), devices.axis_names, dtype=jnp.uint8)
+    for kind in on_device(recipe.config):
+        towers, texts = published.SCORERS[kind], ()
+        if kind == "aesthetic":  # the prompt has no say
+            score, spec = aesthetic.score, aesthetic.Spec(towers.vision, clip.ImageProcessing(), jnp.dtype(jnp.float32))
+            params = _replicated(devices, aesthetic.shapes(towers.vision))
+        else:
+            score, spec = clip.score, clip.spec_of(kind, towers, clip.ImageProcessing())
+            params = _replicated(devices, clip.shapes(towers))
+            texts = array((images.shape[0], towers.vision.projection_dim), devices.axis_names)
+            ids = array((clip.TEXT_BATCH, towers.text.max_position_embeddings), dtype=jnp.int32)
+            found.append((clip._embed_texts, (params, spec, ids)))
+        found.append((clip._score_chunks, (score, size, params, spec, images, texts)))
+    return found
+
+
+def _array(devices: jax.sharding.Mesh, shape: tuple[int, ...], *spec: Any, dtype: Any = jnp.float32) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(shape, dtype, sharding=jax.sharding.NamedSharding(devices, jax.P(*spec)))
+
+
+def _replicated(devices: jax.sharding.Mesh, tree: Any) -> Any:
+    return jax.tree.map(lambda leaf: _array(devices, leaf.shape, dtype=leaf.dtype), tree)
+
+
+def _spread(devices: jax.sharding.Mesh, tree: Any) -> Any:
+    """Frozen weights where the run has them."""
+    return jax.tree.map(
+        lambda leaf, place: _array(devices, leaf.shape, *place.spec, dtype=leaf.dtype), tree, parallel.spread(devices, tree)
+    )
+
+
+def _settled(recipe: Recipe, settings: Settings) -> tuple[Config, Policy]:
     """The config with the settings in it, and its abstract policy."""
     config = change(
         recipe.config,

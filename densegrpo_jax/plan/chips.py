@@ -96,11 +96,18 @@ class Topology(NamedTuple):
         return self.chip.link if self.hosts == 1 else min(self.chip.link, self.chip.network)
 
 
+SHAPES = {
+    2: ("1x1", "2x2", "2x4", "4x4", "4x8", "8x8", "8x16", "16x16"),
+    3: ("2x2x1", "2x2x2", "2x2x4", "2x4x4"),  # and from 4x4x4 on multiples of 4
+}
+"""Slices that Google rents out, by the number of axes."""
+
+
 def topology(name: str) -> Topology:
     """Reads "v5e:4x4", "v5p:2x2x1", "h100:8".
 
     Raises:
-      ValueError: an unknown chip, or a shape that such chips do not have.
+      ValueError: an unknown chip, or a shape that there is not; says which there are.
     """
     kind, _, shape = name.partition(":")
     if kind not in CHIPS:
@@ -109,4 +116,9 @@ def topology(name: str) -> Topology:
     if not all(side.isdigit() and int(side) > 0 for side in sides) or len(sides) != chip.dims:
         example = {1: "8", 2: "4x4", 3: "2x2x2"}[chip.dims]
         raise ValueError(f"topology {name!r}: the shape of {kind} has {chip.dims} side{'s' * (chip.dims > 1)}, as in {kind}:{example}")
-    return Topology(chip, math.prod(map(int, sides)), shape)
+    numbers = list(map(int, sides))
+    large = len(sides) == 3 and numbers == sorted(numbers) and not any(n % 4 for n in numbers)
+    if len(sides) > 1 and not large and "x".join(map(str, numbers)) not in SHAPES[chip.dims]:
+        more = ", or three multiples of 4 in rising order, as 4x4x8" * (chip.dims == 3)
+        raise ValueError(f"topology {name!r}: there is no such slice of {kind}; there are {', '.join(SHAPES[chip.dims])}{more}")
+    return Topology(chip, math.prod(numbers), shape)

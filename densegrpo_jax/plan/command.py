@@ -76,11 +76,11 @@ def main(command: Plan, name: str = "") -> int:
         everything = as_json(name, recipe, settings, where, steps, needed, price, columns, compiled)
         command.json.write_text(json.dumps(everything, indent=1) + "\n")
     for program, found in compiled.items():
-        most = found["compiler"]["peak"] + found["plan"]["beside"]
+        most = aot.needed(found)
         if most > where.chip.hbm:
             raise ValueError(
-                f"{program} as compiled for {where.name} takes {most - where.chip.hbm:,.0f} bytes too many on each chip, with what lies "
-                f"beside it ({gib(most)} GiB of {gib(where.chip.hbm)} usable): lower its chunk, or raise fsdp"
+                f"{program} as compiled for {where.name} takes {most - where.chip.hbm:,.0f} bytes too many on each chip, with what else "
+                f"lies there ({gib(most)} GiB of {gib(where.chip.hbm)} usable): lower its chunk, or raise fsdp"
             )
     return 0
 
@@ -191,7 +191,7 @@ def table(header: tuple[str, ...], rows: list[tuple[str, ...]]) -> list[str]:
 
 def _phases(recipe: Recipe, steps: list[Phase], needed: Memory, where: Topology) -> list[str]:
     total, resident = sum(phase.seconds for phase in steps), sum(needed.resident.values())
-    during = {**needed.during, "completion": needed.during["rollout"], "evaluation": max(needed.during["rollout"], needed.during["decode"])}
+    during = {**needed.during, "completion": needed.during["rollout"]}
 
     def row(name, evaluations, work, share, limit, mfu, peak):
         fields = "flops", "moved", "received", "seconds"

@@ -109,7 +109,7 @@ def read(config: Config) -> Recipe:
     text_tokens = long + (configs.text_encoder.max_position_embeddings if is_sd3 else 0)
     rank, targets = config.adapter.rank, config.adapter.targets or lora.ATTENTION_TARGETS
     network = flops.transformer(configs.transformer, trees["transformer"], tokens, text_tokens, targets, rank)
-    lengths = {name: getattr(getattr(configs, name), "max_position_embeddings", long) for name in trees if name.startswith("text")}
+    lengths = text_lengths(config, configs)
     encoders = {name: flops.text_encoder(getattr(configs, name), trees[name], length) for name, length in lengths.items()}
 
     tables, price = _schedule(config, configs, latent)
@@ -121,6 +121,12 @@ def read(config: Config) -> Recipe:
         config, configs, latent, 2 if pipeline.needs_uncond(configs, config.sampling.guidance_scale) else 1, text_tokens, tables, price,
         network, encoders, flops.decoder(configs, trees["vae"]["decoder"], latent), vision, size(trees["vae"]), scorers, elsewhere, adapter,
     )  # fmt: skip
+
+
+def text_lengths(config: Config, configs: Configs) -> dict[str, int]:
+    """Tokens that each text encoder sees, by component."""
+    names = [name for name in pipeline.components(configs) if name.startswith("text")]
+    return {name: getattr(getattr(configs, name), "max_position_embeddings", config.model.max_sequence_length) for name in names}
 
 
 def with_config(recipe: Recipe, config: Config) -> Recipe:
@@ -139,10 +145,6 @@ def abstract_policy(config: Config, configs: Configs, latent: tuple[int, int, in
     """The policy of `policy.from_folder` without weights, text and tokenizers: what the phases are compiled with."""
     dtype = jnp.dtype(config.model.dtype)
     kept = {"network": ("transformer", dtype), "decoder": ("vae", jnp.float32)}
-
-    def of_type(tree, dtype):
-        return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, dtype), tree)
-
     params = {name: of_type(shapes(configs, component), of) for name, (component, of) in kept.items()}
     targets = config.adapter.targets or lora.ATTENTION_TARGETS
     return Policy(
@@ -159,8 +161,20 @@ def abstract_policy(config: Config, configs: Configs, latent: tuple[int, int, in
     )
 
 
+def of_type(tree: Any, dtype: Any) -> Any:
+    """Shapes as of arrays of that dtype."""
+    return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, dtype), tree)
+
+
 def _nothing(prompts: Any) -> Any:
     raise ValueError("a plan has no text encoders to run")
+
+
+def on_device(config: Config) -> list[str]:
+    """The kinds of the optimised rewards that are scored on the device, of those whose shapes are known."""
+    sources = reward_sources(config)
+    kinds = [sources[name].partition(":")[0] for name in reward_weights(config) if "@http" not in sources[name]]
+    return [kind for kind in kinds if kind in published.SCORERS]
 
 
 def _scorers(config: Config) -> tuple[Pass | None, int, tuple[str, ...]]:

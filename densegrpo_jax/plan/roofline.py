@@ -11,13 +11,13 @@ from typing import NamedTuple
 
 from densegrpo_jax.plan.chips import CHIPS, Topology
 from densegrpo_jax.plan.flops import Pass
-from densegrpo_jax.plan.recipe import Recipe
+from densegrpo_jax.plan.recipe import Recipe, text_lengths
 from densegrpo_jax.train.phases import recomputes
 
 SPLASH_BLOCK = 512  # tokens; sequences are padded to whole blocks, see models/attention.py
 LOGIT_BYTES = 12  # unfused attention: logits written and read in float32, weights in bfloat16
 LOGIT_BYTES_BACKWARD = 20  # and their derivatives
-ENCODED_AT_ONCE = 8  # prompts of a process; see pipeline.encode_prompts
+ENCODED_AT_ONCE = 8  # prompts; see pipeline.encode_prompts
 SCORED_AT_ONCE = 32  # images of a process; see rewards.clip
 FLOAT32 = 4
 
@@ -56,7 +56,7 @@ class Phase(NamedTuple):
     Attributes:
       name: of it.
       evaluations: network evaluations per trajectory, guided ones counted once.
-      flops: that the chips carry out, all together; `useful` leaves out recomputation and padding.
+      flops: that the chips carry out, all together; `useful` leaves out what is computed again, by another chip too, and padding.
       moved: bytes to and from the memory of one chip.
       received: bytes that one chip receives from others.
       seconds: the bound.
@@ -123,13 +123,18 @@ def phases(recipe: Recipe, settings: Settings, topology: Topology) -> list[Phase
             calls * weights * shared + reduced(rows * evaluations * r.branches) + brought,
         )  # fmt: skip
 
-    # --- encode (each process its own prompts), sample, complete
+    # --- encode: all prompts on every chip, but chips that share the weights leave them, compute each product in shares and sum, as with so
+    # few tokens that is less to receive
     texts = config.prompts.per_step
-    encode = sum(p.flops for p in r.encoders.values()) * texts
-    calls = -(-texts // (ENCODED_AT_ONCE * topology.hosts))
-    moved = sum(touched(p, texts, width) + calls * p.weights * width * (1 + shared) for p in r.encoders.values())
-    gathered = sum(p.weights for p in r.encoders.values()) * width * shared * calls
-    result = [phase("encode", 0.0, encode, encode, moved, gathered)]
+    encode = sum(p.flops for p in r.encoders.values())
+    calls = -(-texts // ENCODED_AT_ONCE)
+    together = s.fsdp * s.tensor
+    rows = n / together * calls * ENCODED_AT_ONCE  # the last call is filled up
+    moved = sum(touched(p, rows, width) + calls * p.weights * width / together for p in r.encoders.values())
+    lengths = text_lengths(config, r.configs)
+    sums = sum(2 * p.depth * lengths[name] * p.widest * width for name, p in r.encoders.items())
+    result = [phase("encode", 0.0, rows * encode, texts * encode, moved, calls * ENCODED_AT_ONCE * 2 * (together - 1) / together * sums)]
+    # --- sample, complete
     chunks, more = B / s.chunk, r.price.evaluations - T
     result.append(forward("rollout", T, T, chunks * T, B))
     if r.tables.scheme:
@@ -152,7 +157,7 @@ def phases(recipe: Recipe, settings: Settings, topology: Topology) -> list[Phase
     if recomputes(config):
         back = pairs * numbers * others * 2 * FLOAT32  # velocity and noise, to where their trajectory is
         fetched = pairs * numbers * others * 2 * 4 * FLOAT32  # two latents, velocity and noise; a sum goes around twice
-        result.append(forward("recompute", steps, steps, micro, B, fetched + back))
+        result.append(forward("recompute", steps, 0.0, micro, B, fetched + back))
     reference = config.objective.beta > 0.0
     full = config.adapter.rank == 0
     once = network.linear * (3 if full else 2) + network.attention * 3 + network.adapter * 3

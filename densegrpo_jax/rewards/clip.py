@@ -129,10 +129,15 @@ def load_scorer(model: str | Path, kind: str = "pickscore", dtype: Any = jnp.flo
     if kind not in KINDS:
         raise ValueError(f"kind = {kind!r}: choose one of {', '.join(KINDS)}")
     folder, config, processing = open_folder(model, clip.CLIPConfig, lambda config: config.vision.image_size, dtype)
+    tokenizer = _read_tokenizer(folder, config.text)
+    return Scorer(spec_of(kind, config, processing, dtype), _read_params(folder, config, dtype, mesh), tokenizer)
+
+
+def spec_of(kind: str, config: clip.CLIPConfig, processing: ImageProcessing, dtype: Any = jnp.float32) -> Spec:
+    """What a scorer of that kind computes, with the settings of its folder."""
     if kind == "hpsv2":
         processing = dataclasses.replace(processing, size=config.vision.image_size, crop_size=None, framed=True)
-    tokenizer = _read_tokenizer(folder, config.text)
-    return Scorer(Spec(config, processing, KINDS[kind], jnp.dtype(dtype)), _read_params(folder, config, dtype, mesh), tokenizer)
+    return Spec(config, processing, KINDS[kind], jnp.dtype(dtype))
 
 
 def open_folder(model: str | Path, kind: Any, side: Callable[[Any], int], dtype: Any) -> tuple[Path, Any, ImageProcessing]:
@@ -380,14 +385,13 @@ def chunked_reward(
     devices = 1 if mesh is None else mesh.size
     if chunk < 1:
         raise ValueError(f"chunk = {chunk}: must be at least 1")
-    chunk = -(-chunk // devices) * devices
     place = jax.tree.leaves(params)[0].sharding if mesh is None else jax.sharding.NamedSharding(mesh, jax.P(mesh.axis_names))
 
     def reward(images: Any, prompts: Sequence[str], metadata: Sequence[dict]) -> np.ndarray:
         if images.dtype != np.uint8 or images.ndim != 4 or len(images) != len(prompts):
             raise ValueError(f"expected uint8 images [{len(prompts)}, H, W, 3], one a prompt, got {images.dtype} {images.shape}")
         count = len(prompts)
-        size = min(chunk, -(-count // devices) * devices)
+        size = at_once(count, chunk, devices)
         extra = -count % size
 
         def padded(x):
@@ -397,6 +401,11 @@ def chunked_reward(
         return np.asarray(_score_chunks(score, size, params, spec, images, texts))[:count]
 
     return reward
+
+
+def at_once(count: int, chunk: int, devices: int) -> int:
+    """Of `count` images, how many are scored at a time by devices that share them evenly."""
+    return -(-min(chunk, count) // devices) * devices
 
 
 @partial(jax.jit, static_argnames=("score", "chunk", "spec"))

@@ -1,17 +1,22 @@
 """Programs compiled for a TPU slice that is not there. Skipped where libtpu (extra `tpu`) is not installed."""
 
+import dataclasses
 import json
 
 import jax
 import numpy as np
 import pytest
 
-from densegrpo_jax import cli, parallel
+from densegrpo_jax import cli, parallel, pipeline, policy, prompts
 from densegrpo_jax.config import Parallel
+from densegrpo_jax.models import clip
 from densegrpo_jax.models.attention import attention
 from densegrpo_jax.plan import aot, collectives, published, search
 from densegrpo_jax.plan import recipe as recipes
-from densegrpo_jax.plan.chips import topology
+from densegrpo_jax.plan.chips import GIB, topology
+from densegrpo_jax.plan.memory import memory
+from densegrpo_jax.rewards import clip as rewards
+from densegrpo_jax.train import loop, phases
 from densegrpo_jax_configs.variants import change
 
 needs_libtpu = pytest.mark.skipif(not aot.available(), reason="libtpu is not installed (extra tpu)")
@@ -107,7 +112,7 @@ def test_a_program_of_this_machine_is_counted_too():
 def test_what_cannot_be_compiled_ahead_is_refused(monkeypatch):
     recipe = small()
     settings = search.search(recipe, topology("v5e:2x2"))
-    with pytest.raises(ValueError, match="choose one of sample, decode"):
+    with pytest.raises(ValueError, match="choose one of encode, sample, decode"):
         aot.compile_phase("dream", recipe, settings, topology("v5e:2x2"))
     with pytest.raises(ValueError, match="for TPUs only"):
         aot.compile_phase("update", recipe, settings, topology("h100:8"))
@@ -138,12 +143,197 @@ def test_plan_compiles_every_phase_and_says_what_it_takes(tmp_path, capsys):
     assert cli.main(["plan", "scenes_preference", "--topology", "v5e:2x2", "--search", "--compile", "--json", str(path)]) == 0
     said = capsys.readouterr().out
     compiled = json.loads(path.read_text())["compiled"]
-    assert list(compiled) == ["sample", "decode", "update"]  # in float32 nothing is computed again
+    assert list(compiled) == ["encode", "sample", "decode", "update", "evaluate"]  # in float32 nothing is computed again
     for name, found in compiled.items():
         assert found["compiler"]["name"] == name
         assert all(cell in said for cell in aot.cells(found))
     assert cli.main(["plan", "scenes_preference", "--topology", "h100:8", "--search", "--compile"]) == 2
     assert "programs can be compiled ahead for TPUs only" in capsys.readouterr().err
+
+
+# --- which programs there are ------------------------------------------------------------------------------------------
+
+
+def test_a_recipe_has_the_programs_of_what_it_does():
+    names = {name: aot.programs(recipes.read(cli.load_config(name))) for name in ("sd35_medium_pickscore", "sd35_medium_ocr")}
+    assert tuple(names["sd35_medium_pickscore"]) == aot.PROGRAMS
+    assert set(aot.PROGRAMS) - set(names["sd35_medium_ocr"]) == {"reward"}  # which is read on the host
+    without = change(cli.load_config("scenes_preference"), evaluation={"every": 0, "final_prompts": 0})
+    assert aot.programs(recipes.read(without)) == ["encode", "sample", "decode", "update"]
+
+
+def test_a_process_s_chips_are_a_slice_of_their_own():
+    of = {"v5e:4x4": "v5e:2x2", "v6e:2x4": "v6e:2x4", "v5p:2x2x2": "v5p:2x2x1", "v4:2x2x1": "v4:2x2x1"}
+    assert {name: aot.of_process(topology(name)).name for name in of} == of
+
+
+def like(tree):
+    return jax.tree.map(lambda leaf: (leaf.shape, np.dtype(leaf.dtype)), tree)
+
+
+def test_prompts_are_encoded_by_the_program_that_is_compiled(monkeypatch):
+    seen, recipe = [], recipes.read(cli.load_config("scenes_preference"))
+    monkeypatch.setattr(pipeline, "_encode", lambda *args: seen.append(args) or np.zeros((2, 8, 1), np.float32))
+    policy.load(recipe.config).encode(["a red circle"])
+    settings = search.configured(recipe, topology("h100:1"), 1)
+    [(_, given)] = aot.build("encode", recipe, settings, mesh_of_one())
+    assert seen[0][:3] == given[:3] and like(seen[0][3:]) == like(given[3:])
+
+
+def test_an_evaluation_samples_by_the_program_that_is_compiled(monkeypatch, tmp_path):
+    class Seen(Exception):
+        pass
+
+    def make(config, policy, sigmas):
+        def generate(*args):
+            raise Seen(sigmas, args)
+
+        return generate
+
+    monkeypatch.setattr(phases, "make_generate", make)
+    config = change(cli.load_config("scenes_preference"), run={"workdir": tmp_path}, prompts={"per_step": 4}, sampling={"chunk": 24})
+    config = change(config, evaluation={"num_steps": config.sampling.num_steps - 3})
+    recipe, run = recipes.read(config), policy.load(config)
+    evaluate = loop._make_evaluation(config, run, None, None, {}, prompts.load(config.prompts.evaluation))
+    with pytest.raises(Seen) as seen:
+        evaluate(run.start(), 0, final=True)
+    sigmas, args = seen.value.args
+    monkeypatch.setattr(phases, "make_generate", lambda config, policy, sigmas: sigmas)
+    settings = search.configured(recipe, topology("h100:1"), 1)
+    [(planned, given)] = aot.build("evaluate", recipe, settings, mesh_of_one())
+    np.testing.assert_array_equal(planned, sigmas)
+    assert like(args) == like(given)
+
+
+def mesh_of_one():
+    return parallel.mesh.arranged(jax.devices()[:1])
+
+
+TOWERS = clip.CLIPConfig(
+    clip.CLIPTextConfig(hidden_size=64, intermediate_size=128, num_attention_heads=2, num_hidden_layers=2, projection_dim=32),
+    clip.CLIPVisionConfig(hidden_size=64, intermediate_size=128, num_attention_heads=2, num_hidden_layers=2, projection_dim=32),
+)
+
+
+def test_scorers_are_compiled_for_a_process_s_images_in_chunks(monkeypatch):
+    monkeypatch.setitem(published.SCORERS, "pickscore", TOWERS)
+    monkeypatch.setitem(published.SCORERS, "aesthetic", TOWERS)
+    config = change(cli.load_config("scenes_preference"), prompts={"per_step": 5})
+    config = dataclasses.replace(config, rewards=("pickscore", "aesthetic:somewhere"))
+    recipe = recipes.read(config)
+    assert recipes.on_device(config) == ["pickscore", "aesthetic"]
+    settings = search.search(recipe._replace(config=change(config, sampling={"chunk": None})), topology("h100:1"))
+    parts = aot.build("reward", recipe, settings, mesh_of_one(), hosts=2)
+    assert [program for program, _ in parts] == [rewards._embed_texts, rewards._score_chunks, rewards._score_chunks]
+    count = recipe.images // 2
+    for score, size, params, spec, images, texts in (given for program, given in parts if program is rewards._score_chunks):
+        assert size == 32 and images.shape == (-(-count // 32) * 32, 32, 32, 3) and images.dtype == np.uint8
+        assert jax.eval_shape(lambda *args, score=score, spec=spec: score(args[0], spec, *args[1:]), params, images, texts).shape == (
+            images.shape[0],
+        )
+
+
+# --- what a program needs ----------------------------------------------------------------------------------------------
+
+
+def row_of(name, argument=1, temporary=1, output=1, held=1, usable=100, collectives=None):
+    found = aot.Compiled(name, *(n * GIB for n in (argument, temporary, output, 1)), collectives or {}, 1.0)
+    plan = {"held": held * GIB, "during": 0.0, "received": 0.0, "usable": usable * GIB}
+    return {"compiler": found._asdict(), "plan": plan, "collective_bytes": 0, "calls_per_step": 1}
+
+
+def test_what_lies_there_counts_whether_a_program_reads_it_or_not():
+    assert aot.needed(row_of("decode", argument=1, temporary=4, output=2, held=20)) == 26 * GIB
+    assert aot.needed(row_of("decode", argument=30, temporary=4, output=2, held=20)) == 36 * GIB
+    for name in ("sample", "update"):  # whose results are counted as there
+        assert aot.needed(row_of(name, argument=1, temporary=4, output=2, held=20)) == 24 * GIB
+
+
+def test_all_that_lies_there_is_held(monkeypatch):
+    recipe, where = recipes.read(cli.load_config("sd35_medium_pickscore")), topology("v5e:4x4")
+    settings = search.search(recipe, where)
+    on_host = settings._replace(encoders="host")
+    there, apart = (sum(memory(recipe, s, where).resident.values()) for s in (settings, on_host))
+    encoders = sum(p.weights for p in recipe.encoders.values()) * 2 / settings.fsdp
+    assert there - apart == encoders
+    for name in ("sample", "recompute", "update"):
+        assert aot.estimates(name, recipe, settings, where)["held"] == there
+        assert aot.estimates(name, recipe, on_host, where)["held"] == apart
+    assert [aot.estimates("encode", recipe, s, where)["held"] for s in (settings, on_host)] == [there, apart + encoders]
+    pixels, text = 1152 * 11 / 16 * 3 * 512 * 512, (77 + 128) * 4096 * 2
+    assert aot.estimates("reward", recipe, settings, where)["held"] > there + 2 * pixels  # as decoded, and as scored
+    assert aot.estimates("evaluate", recipe, settings, where)["held"] == there + 2048 / 16 * text
+
+
+def test_a_program_that_leaves_no_room_for_what_lies_there_is_refused(monkeypatch, capsys):
+    monkeypatch.setattr(aot, "mesh", lambda *_: None)
+    monkeypatch.setattr(aot, "compared", lambda name, *_: row_of(name, temporary=6, held=10, usable=15.5))
+    monkeypatch.setattr(aot, "programs", lambda recipe: ["update"])
+    where = ["plan", "sd35_medium_pickscore", "--topology", "v5e:4x4", "--search", "--compile"]
+    assert cli.main(where) == 2  # XLA's peak of 1 GiB would fit
+    said = capsys.readouterr()
+    assert f"update as compiled for v5e:4x4 takes {int(0.25 * GIB):,} bytes too many" in said.err and "16.00" in said.out
+
+
+def test_what_is_received_is_named_by_kind():
+    found = row_of("update", collectives={"all-reduce": (1, 40), "all-gather": (3, 155), "all-to-all": (1, 5), "reduce-scatter": (1, 1)})
+    assert aot.kinds(found) == "all-gather 77%, all-reduce 20%, all-to-all 2%" and aot.kinds(found) in aot.cells(found)
+    assert aot.kinds(row_of("decode")) == ""
+    assert len(aot.cells(found)) == len(aot.COLUMNS)
+
+
+@pytest.mark.mesh
+def test_devices_that_share_the_text_encoders_share_their_products():
+    """As the plan counts them; every device sees all prompts."""
+    recipe, flops = recipes.read(cli.load_config("sd35_medium_pickscore")), []
+    shallow = {name: dataclasses.replace(getattr(recipe.configs, name), num_hidden_layers=2) for name in ("text_encoder", "text_encoder_2")}
+    configs = recipe.configs._replace(text_encoder_3=dataclasses.replace(recipe.configs.text_encoder_3, num_layers=2, d_ff=2048), **shallow)
+    settings = search.search(recipe, topology("v5e:4x4"))
+    for fsdp in (1, 8):
+        mesh = parallel.make(Parallel(devices=8, fsdp=fsdp))
+        [(program, given)] = aot.build("encode", recipe._replace(configs=configs), settings, mesh)
+        with parallel.within(mesh):
+            flops.append(program.lower(*given).compile().cost_analysis()["flops"])
+    assert flops[1] == pytest.approx(flops[0] / 8, rel=0.15)
+
+
+@needs_libtpu
+def test_text_encoders_are_gathered_only_where_they_are_shared():
+    recipe, where = small(), topology("v5e:2x2")
+    settings, gathered = search.search(recipe, where)._replace(attention="xla"), []
+    for fsdp in (1, 4):
+        found = aot.compared("encode", recipe, settings._replace(fsdp=fsdp), where)
+        gathered.append(found["collective_bytes"])
+        assert found["calls_per_step"] == 1 and found["plan"]["received"] == (0 if fsdp == 1 else pytest.approx(gathered[-1], rel=0.7))
+    assert gathered[0] == 0 < gathered[1]
+
+
+@needs_libtpu
+def test_scorers_and_evaluation_compile(monkeypatch):
+    monkeypatch.setitem(published.SCORERS, "pickscore", TOWERS)
+    config = change(cli.load_config("scenes_preference"), prompts={"per_step": 8, "group_size": 8}, sampling={"chunk": None})
+    recipe, where = recipes.read(dataclasses.replace(config, rewards=("pickscore",))), topology("v5e:4x4")
+    settings = search.search(recipe, where)
+    scored = aot.compared("reward", recipe, settings, where)
+    assert scored["collective_bytes"] == 0 < scored["compiler"]["temporary"]  # each process apart
+    images = -(-recipe.images // 4 // 32) * 32 * 32 * 32 * 3 / 4
+    assert images < scored["compiler"]["argument"] < images + 1.3 * 4 * recipe.scorers
+    found = aot.compared("evaluate", recipe, settings._replace(attention="xla"), where)
+    assert found["calls_per_step"] * aot.evaluated(recipe.config, settings.chunk) == recipe.evaluated_images
+    assert found["compiler"]["temporary"] > 0
+
+
+@needs_libtpu
+def test_all_programs_of_flux_are_made_for_a_slice():
+    recipe, where = recipes.read(cli.load_config("flux_dev_pickscore")), topology("v6e:4x4")
+    settings = search.search(recipe, where)
+    shallow = recipe._replace(configs=aot.with_layers(recipe.configs, 1))
+    assert tuple(aot.programs(recipe)) == aot.PROGRAMS
+    for name in aot.PROGRAMS:
+        devices = aot.mesh(aot.of_process(where)) if name == "reward" else aot.mesh(where, settings.fsdp)
+        for program, given in aot.build(name, shallow, settings, devices, where.hosts):
+            with jax.set_mesh(devices):
+                assert "stablehlo" in program.lower(*given).as_text()[:100_000], name
 
 
 @needs_libtpu
