@@ -19,13 +19,13 @@ from densegrpo_jax import flow, parallel, pipeline
 from densegrpo_jax import policy as policies
 from densegrpo_jax.config import Config, batch_size
 from densegrpo_jax.families import Conditioning, Configs
-from densegrpo_jax.parallel.mesh import ROWS, arranged
+from densegrpo_jax.parallel.mesh import COPIES, ROWS, arranged
 from densegrpo_jax.plan import published, roofline
 from densegrpo_jax.plan.chips import GIB, Topology, topology
 from densegrpo_jax.plan.collectives import received
 from densegrpo_jax.plan.memory import evaluated, memory
 from densegrpo_jax.plan.recipe import Recipe, abstract_policy, of_type, on_device, shapes, text_lengths
-from densegrpo_jax.plan.roofline import ENCODED_AT_ONCE, SCORED_AT_ONCE, Settings
+from densegrpo_jax.plan.roofline import SCORED_AT_ONCE, Settings, encoded_at_once
 from densegrpo_jax.policy import Policy
 from densegrpo_jax.rewards import aesthetic, clip
 from densegrpo_jax.train import phases, state
@@ -162,7 +162,7 @@ def compared(name: str, recipe: Recipe, settings: Settings, where: Topology, lay
     found = compile_phase(name, recipe if layers is None else recipe._replace(configs=with_layers(recipe.configs, layers)), settings, where)
     pieces = recipe.trajectories // settings.chunk if recipe.elsewhere else 1
     calls = {
-        "encode": -(-recipe.config.prompts.per_step // ENCODED_AT_ONCE),
+        "encode": -(-recipe.config.prompts.per_step // encoded_at_once(where.count // settings.fsdp // settings.tensor)),
         "sample": pieces,
         "update": recipe.config.optimizer.updates,
         "evaluate": recipe.evaluated_images / (evaluated(recipe.config, settings.chunk) or 1),
@@ -278,10 +278,11 @@ def _phase(
 
 
 def _encode(config: Config, configs: Configs, devices: jax.sharding.Mesh) -> tuple[Callable, tuple]:
-    """The text encoders on the prompts of one call, which every device sees."""
+    """The text encoders on the prompts of one call."""
     dtype, lengths = jnp.dtype(config.model.dtype), text_lengths(config, configs)
     encoders = {name: _spread(devices, of_type(shapes(configs, name), dtype)) for name in lengths}
-    ids = {name: _array(devices, (ENCODED_AT_ONCE, length), dtype=jnp.int32) for name, length in lengths.items()}
+    count = encoded_at_once(devices.shape[COPIES])
+    ids = {name: _array(devices, (count, length), dtype=jnp.int32) for name, length in lengths.items()}
     return pipeline._encode, (configs, dtype, config.model.max_sequence_length, encoders, ids)
 
 

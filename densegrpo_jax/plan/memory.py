@@ -9,7 +9,7 @@ from typing import NamedTuple
 from densegrpo_jax.config import Config, batch_size
 from densegrpo_jax.plan.chips import GIB, Topology
 from densegrpo_jax.plan.recipe import Recipe
-from densegrpo_jax.plan.roofline import ENCODED_AT_ONCE, FLOAT32, SCORED_AT_ONCE, Settings
+from densegrpo_jax.plan.roofline import FLOAT32, SCORED_AT_ONCE, Settings, encoded_at_once
 from densegrpo_jax.train.phases import recomputes
 
 TPU_LANES = 128  # a TPU's loops hold arrays with the last side padded to this; latents have few channels
@@ -87,8 +87,10 @@ def memory(recipe: Recipe, settings: Settings, where: Topology) -> Memory:
     images = count * 3 * height * breadth  # of a step, as bytes
     decoded_latents = count * latent * _padding(count, r.latent, where)  # by trajectory, a copy
     given = {"encode": waiting * encoders, "decode": decoded_latents}
+    copies = where.count // together
+    prompts = encoded_at_once(copies) // copies  # of a call on each chip
     during = {
-        "encode": max(ENCODED_AT_ONCE * FORWARD * config.model.max_sequence_length * p.widest * width for p in r.encoders.values())
+        "encode": max(prompts * FORWARD * config.model.max_sequence_length * p.widest * width for p in r.encoders.values())
         + gathered
         + given["encode"],
         "rollout": network_rows(chunk * tile, FORWARD, LOGITS) + walk + outputs + conditioning + gathered,

@@ -17,7 +17,7 @@ from densegrpo_jax.train.phases import recomputes
 SPLASH_BLOCK = 512  # tokens; sequences are padded to whole blocks, see models/attention.py
 LOGIT_BYTES = 12  # unfused attention: logits written and read in float32, weights in bfloat16
 LOGIT_BYTES_BACKWARD = 20  # and their derivatives
-ENCODED_AT_ONCE = 8  # prompts; see pipeline.encode_prompts
+ENCODED_AT_ONCE = 8  # prompts, at least
 SCORED_AT_ONCE = 32  # images of a process; see rewards.clip
 FLOAT32 = 4
 
@@ -75,6 +75,11 @@ class Phase(NamedTuple):
     mfu: float
 
 
+def encoded_at_once(copies: int) -> int:
+    """Prompts in one call of the text encoders, of which there are so many copies; see `pipeline.encode_prompts`."""
+    return -(-ENCODED_AT_ONCE // copies) * copies
+
+
 def useful(recipe: Recipe) -> float:
     """FLOPs of a training step that are of use, of all chips together and without evaluation; whatever the chips and settings."""
     settings, anywhere = Settings(1, recipe.trajectories, 1, recipe.images, False, "xla"), Topology(CHIPS["h100"], 1, "1")
@@ -123,17 +128,16 @@ def phases(recipe: Recipe, settings: Settings, topology: Topology) -> list[Phase
             calls * weights * shared + reduced(rows * evaluations * r.branches) + brought,
         )  # fmt: skip
 
-    # --- encode: all prompts on every chip, but chips that share the weights leave them, compute each product in shares and sum, as with so
-    # few tokens that is less to receive
-    texts = config.prompts.per_step
-    encode = sum(p.flops for p in r.encoders.values())
-    calls = -(-texts // ENCODED_AT_ONCE)
-    together = s.fsdp * s.tensor
-    rows = n / together * calls * ENCODED_AT_ONCE  # the last call is filled up
+    # --- encode: copies of the encoders share the prompts; chips that share a copy leave it where it is, compute each product in shares and
+    # sum, as with so few tokens that is less to receive
+    texts, together = config.prompts.per_step, s.fsdp * s.tensor
+    encode, copies = sum(p.flops for p in r.encoders.values()), n // together
+    calls = -(-texts // encoded_at_once(copies))
+    rows = calls * encoded_at_once(copies)  # the last call is filled up
     moved = sum(touched(p, rows, width) + calls * p.weights * width / together for p in r.encoders.values())
     lengths = text_lengths(config, r.configs)
     sums = sum(2 * p.depth * lengths[name] * p.widest * width for name, p in r.encoders.items())
-    result = [phase("encode", 0.0, rows * encode, texts * encode, moved, calls * ENCODED_AT_ONCE * 2 * (together - 1) / together * sums)]
+    result = [phase("encode", 0.0, rows * encode, texts * encode, moved, rows / copies * 2 * (together - 1) / together * sums)]
     # --- sample, complete
     chunks, more = B / s.chunk, r.price.evaluations - T
     result.append(forward("rollout", T, T, chunks * T, B))

@@ -283,18 +283,17 @@ def test_what_is_received_is_named_by_kind():
 
 
 @pytest.mark.mesh
-def test_devices_that_share_the_text_encoders_share_their_products():
-    """As the plan counts them; every device sees all prompts."""
+def test_copies_of_the_text_encoders_share_the_prompts_and_devices_of_a_copy_their_products():
+    """As the plan counts them: always a share of the arithmetic."""
     recipe, flops = recipes.read(cli.load_config("sd35_medium_pickscore")), []
     shallow = {name: dataclasses.replace(getattr(recipe.configs, name), num_hidden_layers=2) for name in ("text_encoder", "text_encoder_2")}
     configs = recipe.configs._replace(text_encoder_3=dataclasses.replace(recipe.configs.text_encoder_3, num_layers=2, d_ff=2048), **shallow)
     settings = search.search(recipe, topology("v5e:4x4"))
-    for fsdp in (1, 8):
-        mesh = parallel.make(Parallel(devices=8, fsdp=fsdp))
+    for mesh in (mesh_of_one(), *(parallel.make(Parallel(devices=8, fsdp=fsdp)) for fsdp in (1, 4, 8))):
         [(program, given)] = aot.build("encode", recipe._replace(configs=configs), settings, mesh)
         with parallel.within(mesh):
             flops.append(program.lower(*given).compile().cost_analysis()["flops"])
-    assert flops[1] == pytest.approx(flops[0] / 8, rel=0.15)
+    assert flops[1:] == pytest.approx([flops[0] / 8] * 3, rel=0.15)
 
 
 @needs_libtpu
