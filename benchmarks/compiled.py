@@ -29,7 +29,7 @@ PLACES = (
     ("flux_dev_pickscore", "v6e:4x4"),
 )
 EVERYWHERE = ("sample", "decode", "recompute", "update")  # what is compiled at each place, but for these
-ELSE = {PLACES[0]: aot.PROGRAMS, PLACES[-1]: ("encode", "sample", "decode", "recompute")}
+ELSE = {PLACES[0]: aot.PROGRAMS, PLACES[-1]: ("encode", "sample", "decode", "recompute", "evaluate")}
 GROWTH = ("v5e:16x16", "v5e:4x4", "v5e:8x8", "v5e:2x4")  # prompts per step grow with the chips, settings per chip stay
 GROWN = ("sample", "update")
 GROWN_WITH = Settings(fsdp=8, chunk=32, micro_batch=64, decode_chunk=64, remat=True, attention="splash")  # on 16 chips, scaled to others
