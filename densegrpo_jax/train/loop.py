@@ -240,11 +240,11 @@ def _run(
     bar.close()
     if config.evaluation.final_prompts and int(state.step) == config.run.steps:
         print("comparing with the base model on more prompts", flush=True)
-        for subject, done in ((None, 0), (_averaged(config, state), config.run.steps)):
-            evaluate(subject, done, final=True)
-            if parallel.anyone(stop["asked"]):
-                print("stopped during the comparison at the end; everything is saved, and the same command compares again")
-                return report.write(workdir)
+        evaluate(None, 0, final=True)
+        if parallel.anyone(stop["asked"]):
+            print("stopped during the comparison at the end; everything is saved, and the same command compares again")
+            return report.write(workdir)
+        evaluate(_averaged(config, state), config.run.steps, final=True)
     if parallel.primary() and (pair := report.compared(workdir)):
         print(report.summary(*pair))
     return report.write(workdir)
