@@ -28,8 +28,8 @@ PLACES = (
     ("sd35_medium_pickscore", "v4:2x2x2"),
     ("flux_dev_pickscore", "v6e:4x4"),
 )
-EVERYWHERE = ("sample", "decode", "recompute", "update")  # what is compiled at each place, but for these
-ELSE = {PLACES[0]: aot.PROGRAMS, PLACES[-1]: ("encode", "sample", "decode", "recompute", "evaluate")}
+EVERYWHERE = ("sample", "decode", "recompute", "update")  # what is compiled at each place; at these two all programs are
+ALL = (PLACES[0], PLACES[-1])
 GROWTH = ("v5e:16x16", "v5e:4x4", "v5e:8x8", "v5e:2x4")  # prompts per step grow with the chips, settings per chip stay
 GROWN = ("sample", "update")
 GROWN_WITH = Settings(fsdp=8, chunk=32, micro_batch=64, decode_chunk=64, remat=True, attention="splash")  # on 16 chips, scaled to others
@@ -39,7 +39,7 @@ NO_RINGS = "--xla_jf_spmd_threshold_for_windowed_einsum_mib=1000000"  # products
 
 def jobs() -> list[tuple[str, str, str, int | None, str]]:
     """(program, config, slice, prompts per step or None, libtpu's flags), what is most wanted first."""
-    plans = [(program, *place, None, "") for place in PLACES for program in ELSE.get(place, EVERYWHERE)]
+    plans = [(program, *place, None, "") for place in PLACES for program in (aot.PROGRAMS if place in ALL else EVERYWHERE)]
     grown = [(where, "") for where in GROWTH] + [("v5e:2x4", NO_RINGS)]
     return plans + [(program, PLACES[0][0], where, PROMPTS * topology(where).count, flags) for where, flags in grown for program in GROWN]
 
