@@ -8,6 +8,7 @@ set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.." || exit
 source launch/environment.sh
 source launch/dry_run.sh
+[[ ${1:-} != -h && ${1:-} != --help ]] || { usage "${BASH_SOURCE[0]}"; exit 0; }
 [[ ${1:-} == --dry-run ]] && dry_run=1 && shift
 out=${1:-runs/gpu_check}
 venv=${DENSEGRPO_VENV:-.venv-gpu}

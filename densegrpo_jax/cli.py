@@ -48,7 +48,8 @@ def main(argv: list[str] | None = None) -> int:
         print(f"densegrpo {argv[0]}: {error}", file=sys.stderr)
         return 3
     except KeyboardInterrupt:
-        print(f"densegrpo {argv[0]}: interrupted; the last checkpoint stands, the same command continues from it", file=sys.stderr)
+        continues = "; the last checkpoint stands, the same command continues from it" * (argv[0] in ("train", "calibrate"))
+        print(f"densegrpo {argv[0]}: interrupted{continues}", file=sys.stderr)
         return 1
 
 

@@ -24,3 +24,10 @@ fail() {
   echo "$(basename "$0"): $*" >&2
   exit 2
 }
+
+no_dry_run_after() { # training options: what is to be a dry run must not begin in earnest
+  local word
+  for word in "$@"; do
+    [[ $word != --dry-run ]] || fail "--dry-run stands before the config; what follows it goes to the trainer"
+  done
+}

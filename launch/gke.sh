@@ -34,6 +34,7 @@ while (($#)); do
 done
 [[ -n $image && -n $bucket ]] || fail "--image and --bucket are needed"
 (($#)) || fail "name a config, such as sd35_medium_pickscore"
+no_dry_run_after "$@"
 
 read_slice "$topology"
 # shellcheck disable=SC2154 # read_slice sets them

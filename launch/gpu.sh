@@ -23,13 +23,14 @@ while (($#)); do
   shift
 done
 (($#)) || fail "name a config, such as sd35_medium_pickscore"
+no_dry_run_after "$@"
 [[ $cuda == 12 || $cuda == 13 ]] || fail "--cuda $cuda: 12 and 13 are possible"
 
 venv=${DENSEGRPO_VENV:-.venv}
 if ((dry_run)); then
-  echo "# $venv: pip install --editable .[cuda$cuda]"
+  echo "# $venv: pip install --editable .[cuda$cuda,ocr]"
 else
-  install_into "$venv" "$(find_python "$python")" ".[cuda$cuda]"
+  install_into "$venv" "$(find_python "$python")" ".[cuda$cuda,ocr]"
 fi
 # JAX takes three quarters of the memory by default; `densegrpo plan` counts with this much.
 run env "XLA_CLIENT_MEM_FRACTION=${XLA_CLIENT_MEM_FRACTION:-0.92}" "$venv/bin/densegrpo" train "$@"

@@ -37,6 +37,7 @@ done
 [[ $nodes =~ ^[1-9][0-9]*$ ]] || fail "--nodes $nodes: a number of machines, 1 or more"
 [[ $cuda == 12 || $cuda == 13 ]] || fail "--cuda $cuda: 12 and 13 are possible"
 (($#)) || fail "name a config, such as sd35_medium_pickscore"
+no_dry_run_after "$@"
 
 if [[ -n $gpus ]]; then
   [[ $gpus =~ ^[A-Za-z0-9-]+:[1-9][0-9]*$ ]] || fail "--gpus $gpus: write the name and the number in each machine, such as H100:8"

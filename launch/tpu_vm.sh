@@ -47,6 +47,8 @@ on_all_hosts() { # command
   run gcloud compute tpus tpu-vm ssh "$name" "${place[@]}" --worker=all --ssh-flag="-o ServerAliveInterval=30" --command="$1"
 }
 
+[[ $action == run || $action == fetch ]] || ((${#rest[@]} == 0)) || fail "$action: unknown option ${rest[0]}; see --help"
+
 case $action in
   create)
     read_slice "$topology"

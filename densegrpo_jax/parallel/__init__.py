@@ -7,9 +7,21 @@ compiler does the rest: programs are written for the whole batch.
 
 from densegrpo_jax.parallel.mesh import count, make, shares, within
 from densegrpo_jax.parallel.placing import by_copies, by_rows, copies, everywhere, over_rows, sent, shared, spread, whole
-from densegrpo_jax.parallel.processes import alone, anyone, apart, gather, join, mine, of_process, primary, to_host, together
+from densegrpo_jax.parallel.processes import (
+    alone,
+    anyone,
+    apart,
+    gather,
+    join,
+    mine,
+    of_process,
+    primary,
+    same_everywhere,
+    to_host,
+    together,
+)
 
 __all__ = [
     "alone", "anyone", "apart", "by_copies", "by_rows", "copies", "count", "everywhere", "gather", "join", "make", "mine", "of_process",
-    "over_rows", "primary", "sent", "shared", "shares", "spread", "to_host", "together", "whole", "within",
+    "over_rows", "primary", "same_everywhere", "sent", "shared", "shares", "spread", "to_host", "together", "whole", "within",
 ]  # fmt: skip

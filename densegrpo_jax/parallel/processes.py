@@ -5,6 +5,7 @@ written, the first one writes.
 """
 
 import glob
+import hashlib
 import os
 import sys
 import threading
@@ -118,6 +119,12 @@ def together(name: str) -> None:
         from jax.experimental import multihost_utils
 
         multihost_utils.sync_global_devices(f"densegrpo_{name}")
+
+
+def same_everywhere(content: bytes) -> bool:
+    """Whether all processes have the same bytes."""
+    digests = gather(np.frombuffer(hashlib.sha256(content).digest(), np.uint8)[None])
+    return bool((digests == digests[0]).all())
 
 
 def anyone(flag: bool) -> bool:

@@ -8,13 +8,14 @@ from typing import Annotated
 
 import tyro
 
-from densegrpo_jax.config import Config
+from densegrpo_jax.config import Config, reward_sources
 from densegrpo_jax.plan import aot, search
 from densegrpo_jax.plan import recipe as recipes
 from densegrpo_jax.plan.chips import Topology, topology
 from densegrpo_jax.plan.memory import Memory, gib, memory
 from densegrpo_jax.plan.recipe import Recipe
 from densegrpo_jax.plan.roofline import Phase, Settings, phases
+from densegrpo_jax.rewards import check_name
 from densegrpo_jax_configs.variants import change, flow_grpo
 
 COLUMNS = ("1", "2", "3", "all")  # steps of a completion, as in the paper's table of GPU hours
@@ -52,6 +53,12 @@ def main(command: Plan, name: str = "") -> int:
         raise ValueError(f"efficiency = {command.efficiency}: a part of the roofline's speed, above 0 and at most 1")
     if command.price is not None and not 0.0 < command.price < float("inf"):
         raise ValueError(f"price = {command.price}: what a chip costs an hour, above 0")
+    if command.search and command.fsdp is not None:
+        raise ValueError(f"fsdp = {command.fsdp}: --search chooses it, with the chunk sizes; leave one of them out")
+    if command.config.parallel.devices is not None:
+        raise ValueError(f"parallel.devices = {command.config.parallel.devices}: a plan takes all chips of the topology; leave it out")
+    for source in reward_sources(command.config).values():
+        check_name(source)
     where, recipe = topology(command.topology), recipes.read(command.config)
     fsdp = command.config.parallel.fsdp if command.fsdp is None else command.fsdp
     settings = search.search(recipe, where) if command.search else search.configured(recipe, where, fsdp)
@@ -72,6 +79,8 @@ def main(command: Plan, name: str = "") -> int:
             compiled[program] = aot.compared(program, recipe, settings, where)
         rows = [(program, *aot.cells(found)) for program, found in compiled.items()]
         print("\n".join(["", *table(("compiled for each chip", *aot.COLUMNS), rows)]))
+        most = max(compiled, key=lambda program: aot.needed(compiled[program]))
+        print(f"\nthe most is needed by {most}: {gib(aot.needed(compiled[most]))} of {gib(where.chip.hbm)} GiB usable")
     if command.json:
         everything = as_json(name, recipe, settings, where, steps, needed, price, columns, compiled)
         command.json.write_text(json.dumps(everything, indent=1) + "\n")

@@ -137,7 +137,9 @@ def phases(recipe: Recipe, settings: Settings, topology: Topology) -> list[Phase
     moved = sum(touched(p, rows, width) + calls * p.weights * width / together for p in r.encoders.values())
     lengths = text_lengths(config, r.configs)
     sums = sum(2 * p.depth * lengths[name] * p.widest * width for name, p in r.encoders.items())
-    result = [phase("encode", 0.0, rows * encode, texts * encode, moved, rows / copies * 2 * (together - 1) / together * sums)]
+    spread = rows * (copies - 1) / copies * r.text_tokens * r.configs.transformer.joint_attention_dim * width  # what others have encoded
+    received = spread + rows / copies * 2 * (together - 1) / together * sums
+    result = [phase("encode", 0.0, rows * encode, texts * encode, moved, received)]
     # --- sample, complete
     chunks, more = B / s.chunk, r.price.evaluations - T
     result.append(forward("rollout", T, T, chunks * T, B))

@@ -22,6 +22,8 @@ def attentions(recipe: Recipe, topology: Topology) -> list[str]:
     chosen, head = recipe.config.model.attention, recipe.configs.transformer.attention_head_dim
     tokens, dtype, kind = recipe.image_tokens + recipe.text_tokens, jnp.dtype(recipe.config.model.dtype), topology.chip.kind
     if chosen != "auto":
+        if chosen == {"tpu": "cudnn", "gpu": "splash"}[kind]:
+            raise ValueError(f"model.attention = {chosen!r} does not run on {topology.name}; leave it at 'auto'")
         return [chosen]
     first = default_impl(kind, tokens, head, dtype)
     return [first, *({"xla", "splash"} - {first} if kind == "tpu" else ())]
@@ -109,7 +111,7 @@ def search(recipe: Recipe, topology: Topology) -> Settings:
     if best is None:
         kind, tensor = attentions(recipe, topology)[-1], config.parallel.tensor
         leanest = Settings(fsdp=n, remat=True, attention=kind, encoders="host", tensor=tensor, **lean)
-        raise ValueError(f"nothing fits {topology.name}: with the leanest settings {excess(recipe, leanest, topology)}")
+        raise ValueError(f"nothing fits {topology.name}: with the leanest settings {excess(recipe, leanest, topology, True)}")
     return best[1]
 
 
@@ -135,15 +137,15 @@ def _bound(recipe: Recipe, settings: Settings, topology: Topology) -> float:
     return sum(phase.seconds for phase in phases(recipe, settings, topology))
 
 
-def excess(recipe: Recipe, settings: Settings, topology: Topology) -> str:
-    """How many bytes are too many, in which phase, what they are, and what would help."""
+def excess(recipe: Recipe, settings: Settings, topology: Topology, leanest: bool = False) -> str:
+    """How many bytes are too many, in which phase, what they are, and what would help; `leanest` settings cannot be lowered."""
     needed, room = memory(recipe, settings, topology), SAFETY * topology.chip.hbm
     largest = sorted(needed.resident.items(), key=lambda item: -item[1])[:3]
     held = ", ".join(f"{name} {gib(number)}" for name, number in largest)
     phase, during, over = needed.fullest, needed.during[needed.fullest], needed.peak - room
     smaller = {"rollout": "sampling.chunk", "decode": "sampling.decode_chunk"}.get(phase, "optimizer.micro_batch")
-    helps = []
-    if during > 0.25 * room and phase in ("rollout", "decode", "recompute", "update"):
+    helps = ["lower prompts.per_step"] if leanest and phase in ("rollout", "decode", "reward", "recompute") else []
+    if not leanest and during > 0.25 * room and phase in ("rollout", "decode", "recompute", "update"):
         helps.append(f"lower {smaller}")
     if phase == "update" and not settings.remat:
         helps.append("set optimizer.remat")
@@ -153,6 +155,6 @@ def excess(recipe: Recipe, settings: Settings, topology: Topology) -> str:
         helps.append(f"raise fsdp above {settings.fsdp}")
     helps.append("take more chips, or chips with more memory")
     return (
-        f"{over:,.0f} bytes too many on each chip ({gib(needed.peak)} GiB at the peak, in {phase}, of {gib(room)} GiB usable; always "
-        f"there: {held} GiB; {phase} takes {gib(during)} GiB besides): {', or '.join(helps)}"
+        f"{over:,.0f} bytes too many on each chip ({gib(needed.peak)} GiB at the peak, in {phase}, of {gib(room)} GiB, {SAFETY:.0%} of what "
+        f"is usable; always there: {held} GiB; {phase} takes {gib(during)} GiB besides): {', or '.join(helps)}"
     )

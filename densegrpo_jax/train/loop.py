@@ -96,6 +96,7 @@ def _run(
     files.writable(workdir, "run.workdir")
     if parallel.primary():
         opened.enter_context(lock.held(workdir))
+    _check_shared(workdir)
     checkpoint.settle_config(config)
     for line in psi.strange(config) + phases.outweighed(config, tables):
         print(f"warning: {line}")
@@ -105,6 +106,8 @@ def _run(
     place = parallel.everywhere if config.adapter.rank else parallel.shared  # all weights, where they are trained, lie as the frozen ones
     state = checkpoint.restore(config, place(mesh, states.init(config, policy.start())))
     start = int(state.step)
+    if start:
+        print(f"continuing after step {start}", flush=True)
     log, evaluations = workdir / "metrics.jsonl", workdir / "evaluation.jsonl"
     history, measured = metrics.rewind(log, start), metrics.rewind(evaluations, start)
     quiet = history[-1].get("gains", {}).get("quiet") if history else None
@@ -191,6 +194,7 @@ def _run(
         record["speed"] = speed.speed(work(tables), record["seconds"], speed.compiled() - compiled)
         if watch.seconds:
             record["speed"]["phases"] = watch.seconds
+        watch.done(step, step + 1 == config.run.steps)
         record["recomputed"] = drift is not None
         record["log_prob_drift"] = record["log_ratio_before"] if drift is None else step_metrics(drift, tables.trained)
         record["images"], finite = _image_statistics(clean[-1], pixels)
@@ -248,6 +252,14 @@ def _run(
     if parallel.primary() and (pair := report.compared(workdir)):
         print(report.summary(*pair))
     return report.write(workdir)
+
+
+def _check_shared(workdir: Path) -> None:
+    """Of several processes: that all see the one folder, and not each its own, which would only show when they save."""
+    parallel.together("locked")
+    holder = (workdir / "lock").read_bytes() if (workdir / "lock").exists() else b""
+    if not parallel.same_everywhere(holder):
+        raise ValueError(f"run.workdir = {workdir} is not the same folder for all processes: several hosts need one that all of them see")
 
 
 def _averaged(config: Config, state: states.TrainState):

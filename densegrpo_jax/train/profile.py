@@ -24,6 +24,11 @@ class Watch:
         self.waiting = self.first <= number < self.first + max(self.traced, 1)
         self._trace(self.first <= number < self.first + self.traced)
 
+    def done(self, number: int, last: bool) -> None:
+        """After the step of this number, the run's last or not: ends the trace with its last step, before evaluation and report."""
+        if last or number + 1 >= self.first + self.traced:
+            self._trace(False)
+
     def phase(self, name: str, function: Callable) -> Callable:
         """The function, known as a phase; another of the same name adds to it."""
 
@@ -43,6 +48,8 @@ class Watch:
         if wanted != self.tracing:
             jax.profiler.start_trace(str(self.folder)) if wanted else jax.profiler.stop_trace()
             self.tracing = wanted
+            if not wanted:
+                print(f"trace: {self.folder}", flush=True)
 
 
 @contextmanager

@@ -206,6 +206,13 @@ def test_tpu_other_actions(cloud):
         (["skypilot.sh", "x", "--bucket", "b", "--gpus", "H100:8"], "name a config"),
         (["gpu.sh", "--cuda", "11", "cfg"], "12 and 13 are possible"),
         (["gpu.sh", "--dry-run"], "name a config"),
+        (["gpu.sh", "cfg", "--dry-run"], "--dry-run stands before the config"),
+        (
+            ["gke.sh", "x", "--topology", "v5e:4x4", "--image", "i", "--bucket", "b", "cfg", "--dry-run"],
+            "--dry-run stands before the config",
+        ),
+        (["skypilot.sh", "x", "--gpus", "H100:8", "--bucket", "b", "cfg", "--dry-run"], "--dry-run stands before the config"),
+        (["tpu_vm.sh", "create", "x", "--topology", "v5e:4x4", "--sopt"], "unknown option --sopt"),
         (["slurm.sbatch", "--run.steps", "3"], "name a config"),
     ],
 )
@@ -448,7 +455,7 @@ def test_slurm_tasks_get_the_cores_of_the_job(cloud, tmp_path):
 
 def test_one_box(cloud):
     done, _ = cloud("gpu.sh", "--cuda", "13", "--dry-run", "sd35_medium_pickscore", "--sampling.chunk", "32")
-    assert ".[cuda13]" in done.stdout
+    assert ".[cuda13,ocr]" in done.stdout
     assert done.stdout.splitlines()[-1] == (
         "env XLA_CLIENT_MEM_FRACTION=0.92 .venv/bin/densegrpo train sd35_medium_pickscore --sampling.chunk 32"
     )

@@ -175,6 +175,26 @@ def test_processes_share_a_model_folder_all_of_whose_weights_are_trained(tmp_pat
     same(tmp_path / "alone", workdir, rtol=5e-4, atol=1e-7)
 
 
+RUN_APART = """
+import json, sys
+from pathlib import Path
+from densegrpo_jax import parallel
+from densegrpo_jax.config import Parallel
+from tests.train.test_processes import train
+settings, workdir, steps, _ = json.loads(sys.argv[1])
+parallel.join(Parallel(**settings))
+train(Path(f"{workdir}{settings['process']}"), Parallel(**settings), steps)
+"""
+
+
+@pytest.mark.mesh
+def test_a_work_folder_that_not_all_see_is_refused_at_once(tmp_path):
+    log = tmp_path / "log"
+    assert all(run(tmp_path / "run", 2, {}, log=log, program=RUN_APART)), log.read_text()[-3000:]
+    assert log.read_text().count("is not the same folder for all processes: several hosts need one that all of them see") == 2
+    assert not list(tmp_path.glob("run*/metrics.jsonl"))
+
+
 @pytest.mark.parametrize(
     ("environment", "several"),
     [
