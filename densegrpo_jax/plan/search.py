@@ -155,6 +155,6 @@ def excess(recipe: Recipe, settings: Settings, topology: Topology, leanest: bool
         helps.append(f"raise fsdp above {settings.fsdp}")
     helps.append("take more chips, or chips with more memory")
     return (
-        f"{over:,.0f} bytes too many on each chip ({gib(needed.peak)} GiB at the peak, in {phase}, of {gib(room)} GiB, {SAFETY:.0%} of what "
-        f"is usable; always there: {held} GiB; {phase} takes {gib(during)} GiB besides): {', or '.join(helps)}"
+        f"{over:,.0f} bytes too many on each chip ({gib(needed.peak)} GiB at the peak, in {phase}, of {gib(room)} GiB, {SAFETY:.0%} of "
+        f"what is usable; always there: {held} GiB; {phase} takes {gib(during)} GiB besides): {', or '.join(helps)}"
     )
