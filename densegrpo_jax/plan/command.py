@@ -239,7 +239,8 @@ def _costs(price: dict[str, float], recipe: Recipe, efficiency: float) -> list[s
         f"{price['chip_seconds_per_step']:,.0f} chip-seconds a step, "
         f"{price['images_per_chip_second']:.2f} images/s/chip, MFU {price['mfu']:.0%}",
         f"the recipe of {recipe.config.run.steps} steps: {price['chip_hours']:,.0f} chip-hours"
-        + (f", {price['money']:,.0f} at the price given" if "money" in price else ""),
+        + (f", {price['money']:,.0f} at the price given" if "money" in price else "")
+        + f", {price['seconds_per_step'] * recipe.config.run.steps / 86400:,.1f} days",
     ]
 
 
